@@ -147,8 +147,6 @@ def is_starting(run: RunFolder, status: SupervisorStatus | None) -> bool:
 RunState = Literal[
     "queued", "starting", "running", "succeeded", "failed", "cancelled", "preempted", "unknown"
 ]
-# engines whose checkpoints `convert` reads
-CONVERTED = ("gpt-neox", "megatron-bridge", "megatron-lm", "torchtitan")
 # what slurm.json and kubernetes.json tell of a job that ended before there were ranks
 CAUSE = ("message", "unit", "host", "log", "advice")
 _STATE_OF_CLASS: dict[str, RunState] = {
@@ -222,11 +220,13 @@ def _was_not_prepared(run: RunFolder) -> bool:
 def _uses_of_weights(run: RunFolder) -> list[str]:
     """What its weights may be tried with: text, where its tokens stand for text (those of mock data
     do not); those of another engine are converted first, where they can be."""
+    from trainkit.jobs.job_tables import CONVERTED  # no supervisor asks: not at its start
+
     job = read_document(run.job, "job/1")["job"]
-    engine = job.get("engine", "native")
-    if engine in CONVERTED:
-        return [f"invoke convert {run.id} --to hf --out FOLDER"]
-    if engine == "native" and job.get("dataset", {}).get("tokenizer") is not None:
+    if job.get("engine", "native") != "native":
+        readable = job["engine"] in CONVERTED
+        return [f"invoke convert {run.id} --to hf --out FOLDER"] if readable else []
+    if job.get("dataset", {}).get("tokenizer") is not None:
         return [f'invoke generate {run.id} --prompt "..."']
     return []
 

@@ -13,6 +13,7 @@ from trainkit.base.errors import ConfigError, Exit, Problem, TrainkitError
 from trainkit.base.printable import warn
 from trainkit.data.indexed.paths import DataFolder
 from trainkit.data.tokenizer import end_of_document, load_tokenizer
+from trainkit.jobs.job_tables import CONVERTED
 from trainkit.jobs.optimizers import EMA
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Job
@@ -29,7 +30,6 @@ from trainkit.runs.checkpoints import (
     verify,
 )
 from trainkit.runs.folder import RunFolder
-from trainkit.runs.record import CONVERTED
 from trainkit.train.checkpoint import save_load as checkpoint
 from trainkit.train.model.transformer import Transformer, build_on_meta
 from trainkit.train.parallel import tensor_parallel
