@@ -144,6 +144,27 @@ def test_every_mistake_is_told_at_once_with_file_and_line(project: Project) -> N
     assert not (project.path / "runs").exists() and not (project.path / "data").exists()
 
 
+def test_a_part_of_a_blend_is_told_the_keys_of_its_own_table(project: Project) -> None:
+    path = project.path / "jobs.toml"
+    path.write_text(
+        path.read_text().replace('dataset = "lines"', 'dataset = "mix"')
+        + '[datasets.mix]\nsource = "blend"\nblend = ["part"]\n'
+        '[datasets.part]\nsource = "files"\npaths = ["a"]\ntokenizer = "t"\n'
+        '[tokenizers.t]\ntype = "file"\npath = "t.json"\nbanana = 1\n'
+    )
+    error = project.document("show", "text", exit=3)
+    (hint,) = (each["hint"] for each in error["problems"])
+    assert "append_eod" in hint and "prefixes" not in hint
+
+
+def test_an_error_of_the_system_is_a_document_too(project: Project) -> None:
+    run = project.path / "runs/text/20260101-000000-aaaa"
+    (run / "attempts/1/events.jsonl").mkdir(parents=True)
+    (run / "job.json").write_text("{}")
+    (problem,) = project.document("runs", exit=6)["problems"]
+    assert problem["message"].startswith("Is a directory: /")
+
+
 def test_broken_toml_and_no_toml(project: Project, tmp_path: Path) -> None:
     (project.path / "jobs.toml").write_text("[jobs.a\n")
     assert "jobs.toml:1" in project.invoke("jobs", exit=3).stderr

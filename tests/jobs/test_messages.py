@@ -177,6 +177,11 @@ def test_editors_find_the_schema() -> None:
             "",
         ),
         ('steps = [{ step = "score", model = "a.bin" }]', "steps[0]: 'score' needs 'label'", ""),
+        (
+            'steps = [{ step = "exact", against = ["dd"] }]',
+            "steps: against 'dd' names no [datasets.X] table",
+            "did you mean 'd'?",
+        ),
     ],
 )
 def test_a_step_of_curation_is_named(tmp_path: Path, curate: str, message: str, hint: str) -> None:
@@ -202,3 +207,14 @@ def test_a_value_below_free_keys_is_named_as_it_was_written(tmp_path: Path) -> N
         "jobs.demo.sweep.grid.training.lr",
         "jobs.demo.sweep.random.training.z.uniform",
     ]
+
+
+@pytest.mark.parametrize("value", ["nan", "[1, inf]", "{ b = [nan] }", "2026-01-01"])
+def test_what_no_engine_can_be_given_is_said_once(tmp_path: Path, value: str) -> None:
+    line = f'[jobs.demo]\nengine = "megatron-lm"\nengine_args = {{ a = {value} }}'
+    (tmp_path / "jobs.toml").write_text(GOOD.replace("[jobs.demo]", line, 1))
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, {}).resolve("demo")
+    (problem,) = caught.value.list
+    assert problem.message.startswith("jobs.demo.engine_args: a = ")
+    assert problem.place is not None and problem.place.line == 13

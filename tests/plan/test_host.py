@@ -253,3 +253,12 @@ def test_nothing_is_saved_before_the_end_of_a_long_run() -> None:
     assert note.code == "saved-at-the-end-only" and "10,000 steps of 1,500" in note.message
     assert not plan_of(job_of(train_iters=1500, save_interval=1500)).notes
     assert not plan_of(job_of(train_iters=10, save_interval=20)).notes
+
+
+def test_a_hostfile_that_nobody_reads_is_a_note() -> None:
+    job = job_of()
+    for launcher, codes in (("local", ["hostfile-unread"]), ("ssh", [])):
+        given = {"launcher": launcher, "hostfile": "/hosts"}
+        cluster = job.cluster.model_copy(update=given)
+        plan = plan_of(job.model_copy(update={"cluster": cluster}))
+        assert [note.code for note in plan.notes] == codes

@@ -51,3 +51,14 @@ def test_a_run_goes_on_after_each_fault(project: Project) -> None:
     events = (hurt / "attempts/1/events.jsonl").read_text().splitlines()
     last = [json.loads(line) for line in events if '"rank_ended"' in line]
     assert any(event["code"] == -9 for event in last)
+
+
+def test_a_run_that_ends_before_it_is_hurt_is_no_drill(project: Project) -> None:
+    project.invoke("train", "random", "--set", "training.train_iters=100000", "--detach")
+    (first,) = project.runs()
+    try:
+        refused = project.invoke("drill", "random", exit=17).stderr
+        assert "ended before it was hurt" in refused and first.name in refused
+        assert len(project.runs()) == 2
+    finally:
+        project.invoke("cancel", first.name, exit=15)

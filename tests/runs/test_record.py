@@ -302,3 +302,10 @@ def test_new_events_of_each_attempt_come_once(tmp_path: Path) -> None:
     second.write(ViewLost("closed"))
     assert [(number, event.name) for number, event in tail.new()] == [(2, "view_lost")]
     assert EventTail(run, skip_existing=True).new() == []
+
+
+def test_what_was_never_prepared_is_not_resumed(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "j", "a")
+    assert read_run_record(run).next_tasks() == ["invoke why a", "invoke train j"]
+    write_json(run.inputs, {})
+    assert "invoke resume a" in read_run_record(run).next_tasks()

@@ -320,10 +320,7 @@ def _run_task(task: TaskContext, body: Callable[[], TaskResult | None]) -> None:
         raise end_without_reader() from None
     except OSError as system_error:
         ours = _error_of_system(system_error)
-        problems = None
-        if isinstance(system_error, PermissionError):
-            problems = ours.problems()
-        raise _ending(task, f"error: {ours}", ours.exit, problems) from None
+        raise _ending(task, f"error: {ours}", ours.exit, ours.problems()) from None
     except InvokeExit as ended:
         raise InvokeExit(ended.message and printable(ended.message), code=ended.code) from None
     except Exception:

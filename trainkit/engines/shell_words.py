@@ -56,7 +56,11 @@ _FUNCTION = re.compile(
 _INTEGER = re.compile(r"(?:local|readonly|declare|typeset) -[a-zA-Z]*i[a-zA-Z]*")
 _SHELL = re.compile(r"(?:\S*/)?(?:ba)?sh -[a-z]*c")
 _BEFORE_A_COMMAND = ("then", "else", "do", "{")
-_ALL_WORDS = re.compile(r'"\$(?:@|\{@\})"|\$[@*]|\$\{[@*]\}')  # of a call
+# of a call, perhaps but for the first ones
+_ALL_WORDS = re.compile(r'"\$(?:@|\{@(?::([1-9]))?\})"|\$[@*]|\$\{[@*](?::([1-9]))?\}')
+_HERE_DOCUMENT = re.compile(
+    r"(?<!<)<<-?[ \t]*(['\"]?)(\w+)\1[^\n]*\n((?:.*\n)*?)\t*\2$", re.MULTILINE
+)
 _NUMBERED = "123456789"
 _Read = tuple[str, list[str]]  # what stands before a command, such as && or ;, and its words
 
@@ -122,10 +126,13 @@ def find_command(
     exported: dict[str, None] = {}  # names, in the order of the script
     found = None
     times = 0
-    rest, functions = _functions(list(_commands(text)))
+    # what it feeds to another program, such as JSON, but for the command itself
+    plain = _HERE_DOCUMENT.sub(lambda match: match[0] if script in match[3] else "\n", text)
+    rest, functions = _functions(list(_commands(plain)))
     for before, every in _followed(rest, functions, variables):
         words = branches.within(before, every, variables)
         branches.notes |= dict.fromkeys(calculate(words, variables))
+        kept = dict(variables)
         command = _assigned(words, variables)
         names = _exported_names(words, for_command=bool(command))
         if cut := _cut(command, variables, script):
@@ -134,10 +141,17 @@ def find_command(
             times += 1
         elif words[:1] == ["export"]:
             exported |= dict.fromkeys(names)
+        elif words[:1] == ["unset"]:
+            for name in words[1:]:
+                variables.pop(name, None)
         elif words[:1] in (["source"], ["."]):
             branches.notes[f"{' '.join(words)}: that file was not read"] = None
         elif _INTEGER.fullmatch(" ".join(words[:2])):
             branches.notes[f"{' '.join(words)}: read as text, not worked out"] = None
+        if words[:1] != ["export"]:  # NAME=value in front of a command is for it alone
+            for name in names:
+                variables.pop(name)
+                variables |= {name: kept[name]} if name in kept else {}
     if found is None:
         # CMD="pretrain_gpt.py ..." that something else runs
         for name in variables:
@@ -313,9 +327,13 @@ def _body(body: list[_Read], given: list[str], variables: dict[str, str]) -> Ite
 
 
 def _given(word: str, given: list[str]) -> list[str]:
-    if _ALL_WORDS.fullmatch(word):
-        return given
-    return [_ALL_WORDS.sub(lambda match: " ".join(given), word)]
+    if match := _ALL_WORDS.fullmatch(word):
+        return _from(match, given)
+    return [_ALL_WORDS.sub(lambda match: " ".join(_from(match, given)), word)]
+
+
+def _from(match: re.Match[str], given: list[str]) -> list[str]:
+    return given[int(match[1] or match[2] or 1) - 1 :]
 
 
 def _without_comments(text: str) -> str:

@@ -3,6 +3,7 @@ paths made absolute."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -154,6 +155,8 @@ class TableBuilder:
                 section = refer(section, key, other, below, findings, (*at, key))
         for key in BLENDS if kind == "datasets" else ():
             section = self._refer_blend(section, key, findings, (*at, key))
+        if kind == "datasets":
+            self._find_compared(section, findings)
         if kind == "jobs":
             section = _with_image(self._refer_arrays(section, kind, findings, at))
         return section
@@ -265,6 +268,22 @@ class TableBuilder:
         ):
             section = section.with_entry("tokenizer", first.entries["tokenizer"])
         return section
+
+    def _find_compared(self, section: SourcedTable, findings: ProblemList) -> None:
+        """Whether the datasets that curation compares this one with are there."""
+        curate = section.entries.get("curate")
+        node = curate.entries.get("steps") if isinstance(curate, SourcedTable) else None
+        if not isinstance(node, SourcedValue) or not isinstance(node.value, list):
+            return
+        known = self.tables("datasets")
+        named = [step.get("against") for step in node.value if isinstance(step, dict)]
+        for name in itertools.chain(*(names for names in named if isinstance(names, list))):
+            if isinstance(name, str) and name not in known:
+                findings.add(
+                    f"{dotted_key(node)}: against '{name}' names no [datasets.X] table",
+                    node.place,
+                    suggest(name, known),
+                )
 
     def _refer_all(
         self,

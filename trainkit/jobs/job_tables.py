@@ -10,6 +10,9 @@ from pydantic import Field, model_validator
 
 from trainkit.jobs.table import NAME, Strings, Table, wrong
 
+# engines whose checkpoints `convert` reads
+CONVERTED = ("gpt-neox", "megatron-bridge", "megatron-lm", "torchtitan")
+
 
 class Parallelism(Table):
     """How the ranks share the work. Data-parallel size is what remains of the world."""

@@ -210,6 +210,7 @@ class _Spot:
                 self.model = named
                 self.field = None
             elif inner:
+                inner.model_rebuild()  # a field of what is written further down is known
                 self.model = inner
                 self.field = inner.model_fields.get(part)
 

@@ -31,7 +31,7 @@ from trainkit.jobs.models import Model, varlen_fits
 from trainkit.jobs.notify import NotifySettings
 from trainkit.jobs.rope_scaling import RopeScaling
 from trainkit.jobs.sweeps import Sweep
-from trainkit.jobs.table import NAME, EngineValue, Environment, Strings, Table, needs, wrong
+from trainkit.jobs.table import NAME, EngineArguments, Environment, Strings, Table, needs, wrong
 from trainkit.jobs.training import Training, native_float8
 
 __all__ = [  # the tables that other packages name
@@ -85,7 +85,7 @@ class Job(Table):
             " default the one named as the engine"
         ),
     )
-    engine_args: dict[str, EngineValue] = Field(
+    engine_args: EngineArguments = Field(
         default_factory=dict,
         description=(
             "further options of an engine that is not native, by its own names; native has none and"

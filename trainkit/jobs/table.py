@@ -3,9 +3,10 @@ values."""
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, ClassVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 from pydantic_core import PydanticCustomError
 
 NAME = r"^[a-z0-9][a-z0-9_-]*$"
@@ -20,6 +21,21 @@ SecretNames = Annotated[
 # an option of another engine: what TOML and JSON can hold
 EngineScalar = str | int | float | bool
 EngineValue = EngineScalar | list[EngineScalar | list[EngineScalar]] | dict[str, JsonValue]
+
+
+def _said_in_json(arguments: object) -> object:
+    """Before each value is tried as each kind that it may be of, and refused as often."""
+    for name, value in arguments.items() if isinstance(arguments, dict) else ():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError):
+            raise wrong(
+                name, f"{name} = {value}: no engine is given nan, inf or a time; write it as text"
+            ) from None
+    return arguments
+
+
+EngineArguments = Annotated[dict[str, EngineValue], BeforeValidator(_said_in_json)]
 # what the launcher says to every rank, over all that a table says
 OF_RANKS = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),

@@ -71,6 +71,9 @@ def _settings(job: Job) -> Iterator[Objection]:
             "parallelism.sequence_parallel",
             "sequence_parallel is off at tensor-parallel size 1, as in Megatron-LM",
         )
+    if job.cluster.hostfile and not job.cluster.launcher_traits.hostfile:
+        message = f"launcher {job.cluster.launcher} reads no hostfile: {job.cluster.hostfile}"
+        yield Objection("hostfile-unread", "cluster.hostfile", message)
     training = job.training
     if training.warmup_iters > training.train_iters:
         message = (

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from trainkit.base.documents import document
-from trainkit.base.errors import ConfigError, Exit
+from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.lazy_dataclasses import dataclass, replace
 from trainkit.experiment.cancel import cancel_run
 from trainkit.experiment.follow import GOING
@@ -170,7 +170,8 @@ class Drill:
         self.limit = RECOVERY_SECONDS + start.job.cluster.watch.heartbeat
 
     def conduct(self) -> DrillReport:
-        """All of it; nothing is left running, also where a person interrupts it."""
+        """All of it; nothing is left running, also where a person interrupts it. Raises
+        TrainkitError where the run ended before any fault was made."""
         run = submit(self.start).run
         self.say(f"run {run.id} is the one that is hurt")
         scores: list[Score] = []
@@ -180,6 +181,7 @@ class Drill:
             for fault in FAULTS:
                 scores.append(self._hurt(run, fault))
                 if scores[-1].made and scores[-1].error:
+                    _refuse_unhurt(run, scores)
                     break
             last = _step(run) + AFTER
             self._until(run, lambda: _step(run) >= last)
@@ -232,6 +234,17 @@ class Drill:
         if not self._until(run, lambda: _goes_on(run.attempts()[-1], attempt)):
             return replace(score, error="the run did not go on")
         return score
+
+
+def _refuse_unhurt(run: RunFolder, scores: Sequence[Score]) -> None:
+    record = read_run_record(run)
+    if record.exit and all(score.at is None for score in scores):
+        cause = (record.root_cause or {}).get("message", "no reason is recorded")
+        raise TrainkitError(
+            f"run {run.id} ended before it was hurt: {cause}",
+            exit=Exit(record.exit),
+            hint=f"invoke why {run.id}",
+        )
 
 
 def _step(run: RunFolder) -> int:

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from trainkit.base.documents import document
+from trainkit.base.documents import document, read_document
 from trainkit.base.errors import Exit
-from trainkit.base.files import read_json, write_json
+from trainkit.base.files import write_json
 from trainkit.base.lazy_dataclasses import dataclass, replace
 from trainkit.base.process import ProcessIdentity, identity, is_alive
 from trainkit.base.records import Record
@@ -213,16 +213,19 @@ class RunRecord:
 
 
 def _was_not_prepared(run: RunFolder) -> bool:
-    """Whether a run of Slurm's ended before its stages were made: there is nothing to resume."""
-    return (run.path / "launch" / "stages").is_dir() and not run.inputs.is_file()
+    """Whether a run ended before its stages were made: there is nothing to resume."""
+    return not run.inputs.is_file()
 
 
 def _uses_of_weights(run: RunFolder) -> list[str]:
     """What its weights may be tried with: text, where its tokens stand for text (those of mock data
-    do not); those of another engine are converted first."""
-    job = read_json(run.job).get("job", {})
+    do not); those of another engine are converted first, where they can be."""
+    from trainkit.jobs.job_tables import CONVERTED  # no supervisor asks: not at its start
+
+    job = read_document(run.job, "job/1")["job"]
     if job.get("engine", "native") != "native":
-        return [f"invoke convert {run.id} --to hf --out FOLDER"]
+        readable = job["engine"] in CONVERTED
+        return [f"invoke convert {run.id} --to hf --out FOLDER"] if readable else []
     if job.get("dataset", {}).get("tokenizer") is not None:
         return [f'invoke generate {run.id} --prompt "..."']
     return []

@@ -21,6 +21,8 @@ from trainkit.cli.inspect.report import ReportFiles, report
 from trainkit.cli.run import stages as prepare, train as runner
 from trainkit.cli.run.summary import facts_table
 from trainkit.cli.wrapper import TaskContext
+from trainkit.engines.convert.formats import READ_FORMATS
+from trainkit.engines.registry import PLACES
 from trainkit.experiment.options import ResumeOptions, TrainOptions
 from trainkit.experiment.prepare import PrepareOptions
 from trainkit.jobs.load import load
@@ -122,16 +124,25 @@ def test_only_a_model_of_text_is_asked_to_write(project: Project) -> None:
     assert [task.split()[1] for task in random] == ["report", "tensorboard"]
 
 
-@pytest.mark.parametrize("engine", ["megatron-lm", "gpt-neox"])
+@pytest.mark.parametrize("engine", sorted(PLACES.keys() - {"native"}))
 def test_another_engines_run_is_to_be_converted_first(project: Project, engine: str) -> None:
     run = new_run(project, "text", step(8))
     found = json.loads(run.job.read_text())
     found["job"]["engine"] = engine
     run.job.write_text(json.dumps(found))
     (task, *_) = read_run_record(run).next_tasks()
-    assert task.startswith("invoke convert")
-    with pytest.raises(ConfigError, match=rf"trained by {engine}[^\0]*invoke convert"):
+    converts = engine in READ_FORMATS
+    assert task.startswith("invoke convert" if converts else "invoke report")
+    with pytest.raises(ConfigError, match=f"trained by {engine}") as refused:
         choose_checkpoint(run)
+    assert ("invoke convert" in str(refused.value)) == converts
+
+
+def test_a_damaged_job_is_named(project: Project) -> None:
+    run = new_run(project, "text", step(8))
+    run.job.write_text("")
+    with pytest.raises(ConfigError, match=r"job\.json is not JSON"):
+        read_run_record(run).next_tasks()
 
 
 def test_a_longer_run_is_told_where_its_decay_ends(

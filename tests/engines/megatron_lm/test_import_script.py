@@ -211,7 +211,31 @@ eval "SIZE=\$((SIZE * 2))"
 """
 
 
-@pytest.mark.parametrize("text", [SCRIPT, DECIDED, ARRAYS, CASES, COUNTS, CALLS])
+# what is not the script's own: a text for another program, a variable that is gone or another's
+OTHERS = r"""
+LAYERS=4; export SIZE=64
+cat > /dev/null <<-'EOF'
+	It's a text; LAYERS=9
+	EOF
+cat <<END > /dev/null
+$(( LAYERS
+END
+SIZE=9 LAYERS=9 true; HEADS=1; unset HEADS
+run() { torchrun pretrain_gpt.py --save $1 "${@:2}" --num-attention-heads ${HEADS:-8}; }
+also() { run ${@:2} --lr 1; }
+also x "a" --num-layers $LAYERS --hidden-size $SIZE --seq-length 16
+"""
+# and where one feeds the command itself to a shell
+FED = r"""
+LENGTH=16
+bash <<EOF
+torchrun pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attention-heads 8 \
+    --seq-length $LENGTH
+EOF
+"""
+
+
+@pytest.mark.parametrize("text", [SCRIPT, DECIDED, ARRAYS, CASES, COUNTS, CALLS, OTHERS, FED])
 def test_words_are_those_that_bash_passes(tmp_path: Path, text: str) -> None:
     """bash itself runs the script, with programs that write down their arguments."""
     (tmp_path / "bin").mkdir()

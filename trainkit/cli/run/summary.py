@@ -77,7 +77,8 @@ def facts_table(run: RunFolder) -> Listing:
     table.add_row("run folder", escape(str(run.path)))
     table.add_row("metrics", f"{run.metrics.name}, {run.tensorboard.name}/")
     table.add_row("checkpoints", ", ".join(_checkpoint_names(run)) or "none")
-    table.add_row("logs", f"attempts/{len(run.attempts())}/logs/")
+    if attempts := len(run.attempts()):
+        table.add_row("logs", f"attempts/{attempts}/logs/")
     return table
 
 

@@ -13,6 +13,7 @@ from trainkit.base.errors import ConfigError, Exit, Problem, TrainkitError
 from trainkit.base.printable import warn
 from trainkit.data.indexed.paths import DataFolder
 from trainkit.data.tokenizer import end_of_document, load_tokenizer
+from trainkit.jobs.job_tables import CONVERTED
 from trainkit.jobs.optimizers import EMA
 from trainkit.jobs.resolved import read_job
 from trainkit.jobs.schema import Job
@@ -104,7 +105,9 @@ def _chosen(run: RunFolder, checkpoints: Path, step: int | None) -> Checkpoint:
             raise ConfigError(
                 f"run {run.id} was trained by {engine}, whose checkpoints are not read as they are",
                 hint=f"`invoke convert {run.id} --to hf --out FOLDER` writes what transformers"
-                " loads, and init_from begins with",
+                " loads, and init_from begins with"
+                if engine in CONVERTED
+                else "its own tools read them",
             )
         raise TrainkitError(
             f"run {run.id} has no checkpoint yet",
