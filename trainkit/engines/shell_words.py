@@ -58,8 +58,9 @@ _SHELL = re.compile(r"(?:\S*/)?(?:ba)?sh -[a-z]*c")
 _BEFORE_A_COMMAND = ("then", "else", "do", "{")
 # of a call, perhaps but for the first ones
 _ALL_WORDS = re.compile(r'"\$(?:@|\{@(?::([1-9]))?\})"|\$[@*]|\$\{[@*](?::([1-9]))?\}')
+# its line without `<<WORD`, and its text; not one that a comment mentions
 _HERE_DOCUMENT = re.compile(
-    r"(?<!<)<<-?[ \t]*(['\"]?)(\w+)\1[^\n]*\n((?:.*\n)*?)\t*\2$", re.MULTILINE
+    r"^([^#\n]*)(?<!<)<<-?[ \t]*(['\"]?)(\w+)\2([^\n]*\n)((?:.*\n)*?)\t*\3$", re.MULTILINE
 )
 _NUMBERED = "123456789"
 _Read = tuple[str, list[str]]  # what stands before a command, such as && or ;, and its words
@@ -127,7 +128,9 @@ def find_command(
     found = None
     times = 0
     # what it feeds to another program, such as JSON, but for the command itself
-    plain = _HERE_DOCUMENT.sub(lambda match: match[0] if script in match[3] else "\n", text)
+    plain = _HERE_DOCUMENT.sub(
+        lambda match: match[0] if script in match[5] else match[1] + match[4], text
+    )
     rest, functions = _functions(list(_commands(plain)))
     for before, every in _followed(rest, functions, variables):
         words = branches.within(before, every, variables)
@@ -150,7 +153,7 @@ def find_command(
             branches.notes[f"{' '.join(words)}: read as text, not worked out"] = None
         if words[:1] != ["export"]:  # NAME=value in front of a command is for it alone
             for name in names:
-                variables.pop(name)
+                variables.pop(name, None)
                 variables |= {name: kept[name]} if name in kept else {}
     if found is None:
         # CMD="pretrain_gpt.py ..." that something else runs
@@ -185,7 +188,7 @@ def _exported_names(words: Sequence[str], *, for_command: bool) -> list[str]:
     if not for_command:
         return []
     in_front = itertools.takewhile(ASSIGNMENT.fullmatch, words)
-    return [word.partition("=")[0] for word in in_front]
+    return [word.partition("=")[0].removesuffix("+") for word in in_front]
 
 
 def _values(names: Iterable[str], variables: Mapping[str, str]) -> dict[str, str]:

@@ -221,9 +221,15 @@ cat <<END > /dev/null
 $(( LAYERS
 END
 SIZE=9 LAYERS=9 true; HEADS=1; unset HEADS
+# the hosts are written by: cat <<EOF > hostfile
+LENGTH=32
+cat <<EOF > /dev/null && RATE=3
+the host's
+EOF
+WAY+=:/opt SIZE=8 SIZE=9 true
 run() { torchrun pretrain_gpt.py --save $1 "${@:2}" --num-attention-heads ${HEADS:-8}; }
-also() { run ${@:2} --lr 1; }
-also x "a" --num-layers $LAYERS --hidden-size $SIZE --seq-length 16
+also() { run ${@:2} --lr ${RATE:-1}; }
+also x "a" --num-layers $LAYERS --hidden-size $SIZE --seq-length ${LENGTH:-16}
 """
 # and where one feeds the command itself to a shell
 FED = r"""
