@@ -5,8 +5,8 @@ classes one after another, in the command, the supervisor and the agent, and use
 that was a seventh of the command's time and a quarter of the supervisor's. This `dataclass` gives
 all classes the same methods, and compiles only `__init__`, when the first instance is made.
 
-For `order`, `slots` and `eq=False` take the standard library's. Nothing else is imported: the
-agent runs this on nodes that may have nothing else.
+For `order`, `slots` and `eq=False`, and for what torch.compile traces, take the standard
+library's. Nothing else is imported: the agent runs this on nodes that may have nothing else.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ if not TYPE_CHECKING:
 
 
 def _compiled_init(cls: type) -> Callable[..., None]:
-    names: dict[str, object] = {"_missing": MISSING}
-    positional, keywords, lines = ["self"], ["*"], ["_values = self.__dict__"]
+    names: dict[str, object] = {"_missing": MISSING, "_set": object.__setattr__}
+    positional, keywords, lines = ["self"], ["*"], ["pass"]
     for each in fields(cls):
         value = parameter = each.name
         default = f"_default_{each.name}"
@@ -70,9 +70,9 @@ def _compiled_init(cls: type) -> Callable[..., None]:
             value = f"{default} if {each.name} is _missing else {each.name}"
         if each.init:
             (keywords if getattr(each, "kw_only", False) else positional).append(parameter)
-            lines.append(f"_values[{each.name!r}] = {value}")
+            lines.append(f"_set(self, {each.name!r}, {value})")
         elif "=" in parameter:
-            lines.append(f"_values[{each.name!r}] = {default}")
+            lines.append(f"_set(self, {each.name!r}, {default})")
     if hasattr(cls, "__post_init__"):
         lines.append("self.__post_init__()")
     parameters = ", ".join(positional + (keywords if len(keywords) > 1 else []))

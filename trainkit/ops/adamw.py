@@ -6,13 +6,13 @@ model computes with.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.ops.library import declare
 
 # elements of a gradient that the CPU looks at in fp64 at once: 2 MiB stay in its cache

@@ -23,10 +23,10 @@ import sys
 import sysconfig
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from trainkit.base.install import InstallError, csrc_sha256, locked, run_step
-from trainkit.base.lazy_dataclasses import asdict, dataclass
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 LIBRARY_FILE = CHECKOUT / "trainkit" / "_kernels.abi3.so"

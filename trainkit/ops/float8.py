@@ -14,14 +14,13 @@ summed over D.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from trainkit.base.lazy_dataclasses import dataclass
 
 LEAST = 1e-12  # of a highest magnitude: zeros have a scale too
 WHOLE = 16  # numbers, which widths of torch._scaled_mm are multiples of

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Literal
 
@@ -17,7 +18,6 @@ from torch import Tensor
 
 from trainkit.base.documents import document
 from trainkit.base.errors import Exit, TrainkitError
-from trainkit.base.lazy_dataclasses import asdict, dataclass, replace
 from trainkit.base.toolchain import triton_objection
 from trainkit.jobs.schema import Job
 from trainkit.ops import (

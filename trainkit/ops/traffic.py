@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-
-from trainkit.base.lazy_dataclasses import dataclass
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,11 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 from torch.nn.attention import varlen
 
+from tests.distributed import call
 from tests.train.peers import documents_of
 from trainkit.ops import causal_attention
 from trainkit.train.model import attention
-from trainkit.train.model.attention import KeyValueCache, attend
+from trainkit.train.model.attention import KeyValueCache, attend, whole_samples
 from trainkit.train.torch_compat import causal_varlen_attention
 
 CPU = torch.device("cpu")
@@ -290,3 +291,15 @@ def test_which_path(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     leaves = qkv(1, 2, 2, 4, dtype=torch.bfloat16)
     attend(*leaves, documents_of(0, 2, 4), 0.0)
+
+
+def compiled_bounds() -> list[int]:
+    """Where samples begin and end, made within compiled code as the first of their kind."""
+    compiled = torch.compile(whole_samples, fullgraph=True, backend="eager")
+    found: list[int] = compiled(2, 3, CPU).bounds_D.tolist()
+    return found
+
+
+def test_bounds_of_whole_samples_within_compiled_code() -> None:
+    """As attention with a window makes them on GPUs."""
+    assert call("tests.train.model.test_attention:compiled_bounds") == [0, 3, 6]

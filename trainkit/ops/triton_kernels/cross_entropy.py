@@ -9,12 +9,13 @@ Shapes: C rows (tokens), V columns that count, P columns in memory.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.ops.cross_entropy import NO_LABEL
 from trainkit.ops.triton_kernels.launch import REGISTERS, wide_of
 

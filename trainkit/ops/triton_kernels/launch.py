@@ -8,14 +8,13 @@ are contiguous are read 16 bytes a thread.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from trainkit.base.lazy_dataclasses import dataclass
 
 WHOLE = 16384  # the widest row that a program keeps in registers: 1024 threads of 16 elements
 MOST_WARPS = 32

@@ -8,12 +8,13 @@ Shapes: N rows of width W, P parts of the sums over rows.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.ops.triton_kernels.column_sums import sum_columns
 from trainkit.ops.triton_kernels.launch import (
     REGISTERS,

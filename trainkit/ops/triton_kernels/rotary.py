@@ -8,12 +8,13 @@ of them turn, channel i with channel i + R / 2.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.ops.triton_kernels.column_sums import sum_columns
 from trainkit.ops.triton_kernels.launch import REGISTERS, resident, rows_of, wide_of
 

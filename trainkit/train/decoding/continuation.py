@@ -6,12 +6,12 @@ Shapes: B = 1, S tokens that are read at once, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.train.decoding.sampling import Sampling, choose
 from trainkit.train.model.attention import KeyValueCache
 from trainkit.train.model.transformer import Block, Transformer

@@ -6,12 +6,12 @@ Shapes: V vocabulary.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
-from trainkit.base.lazy_dataclasses import dataclass
 
 
 @dataclass(frozen=True)

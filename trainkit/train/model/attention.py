@@ -7,6 +7,7 @@ keys and values (A is a multiple of G), D channels of a head.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.jobs.models import varlen_fits
 from trainkit.ops.causal_attention import CausalAttention, reference, visible, windowed
 from trainkit.ops.sink_attention import sink_attention

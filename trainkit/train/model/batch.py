@@ -5,9 +5,10 @@ Shapes: B samples of a micro-batch, S tokens of a sample.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
-from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.train.model.attention import DocumentBounds
 
 

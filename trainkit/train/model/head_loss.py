@@ -7,13 +7,13 @@ vocabulary, P vocabulary padded for the product.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.ops import cross_entropy
 from trainkit.ops.cross_entropy import NO_LABEL, SoftmaxLoss
 from trainkit.plan.loss_chunks import chunk_tokens

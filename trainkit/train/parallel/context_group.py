@@ -9,10 +9,10 @@ Shapes: S tokens of a whole sample, T = S / C tokens of a rank.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
-
-from trainkit.base.lazy_dataclasses import dataclass
 
 # what every rank calls its own context-parallel group; see tensor_group.TENSOR
 CONTEXT = "trainkit-context"

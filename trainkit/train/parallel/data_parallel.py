@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -16,7 +17,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.jobs.devices import Precision
 from trainkit.jobs.schema import Job
 from trainkit.plan.batch import batch_sizes

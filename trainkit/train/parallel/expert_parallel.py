@@ -14,6 +14,7 @@ arrive, Q that are sent, H hidden size, I width of an expert.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -21,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.jobs.ranks import share_of_rank
 from trainkit.jobs.schema import Model
 from trainkit.ops.kernels import REFERENCE, Kernels

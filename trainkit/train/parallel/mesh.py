@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.jobs.ranks import ParallelDegrees, RankCoordinates, coordinates_of, rank_at
 from trainkit.train.parallel.context_group import CONTEXT, ContextGroup
 from trainkit.train.parallel.data_parallel import World

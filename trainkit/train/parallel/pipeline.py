@@ -11,12 +11,12 @@ part of them), H hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.jobs.schema import Job, Model, Parallelism
 from trainkit.ops.kernels import REFERENCE, Kernels
 from trainkit.plan.layout import split_layers

@@ -16,12 +16,12 @@ of a block; R = A / G.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.ops.library import declare, differentiate, implement, packed_like
 from trainkit.train.model.attention import DocumentBounds
 from trainkit.train.parallel.context_group import ContextGroup, chunks_of, positions_of

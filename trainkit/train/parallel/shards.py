@@ -10,6 +10,7 @@ tensor.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -22,7 +23,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.train.torch_compat import local_part, local_slices, outline
 
 Offsets = tuple[int, ...]

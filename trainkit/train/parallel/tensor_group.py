@@ -6,10 +6,11 @@ parallelism, this rank's part of them), H hidden size.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.train.torch_compat import gathered, scattered, summed
 
 # what every rank calls its own tensor-parallel group: a group's name is a constant of compiled

@@ -19,6 +19,7 @@ vocabulary, C tokens of a chunk, P columns of this rank's logits in memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.jobs.latent import Latent
 from trainkit.jobs.ranks import key_value_heads, share_of_rank
 from trainkit.jobs.schema import Model
