@@ -76,7 +76,7 @@ def test_slots_taken_between_two_attempts_delete_nothing(
 
     monkeypatch.setattr(start, "fill_run", fill)
     monkeypatch.setattr(
-        start,
+        supervisor,
         "supervise",
         functools.partial(
             supervisor.supervise,
