@@ -297,6 +297,8 @@ def _run_task(task: TaskContext, body: Callable[[], TaskResult | None]) -> None:
     code. Raises InvokeExit unless the exit code is 0."""
     restrict_umask()
     gc.set_threshold(100_000)  # looking for garbage among imports takes a tenth of their time
+    # Invoke turned it off: every command would compile again what an installer left as source
+    sys.dont_write_bytecode = bool(sys.flags.dont_write_bytecode)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # a terminal that is not UTF-8 still gets all that it can show
