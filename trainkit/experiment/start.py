@@ -10,7 +10,6 @@ from dataclasses import replace
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
 from trainkit.base.extras import MissingExtra
 from trainkit.data.fetch.retry import Unreachable
-from trainkit.data.order.open import refuse_without_samples
 from trainkit.engines.registry import ENGINES, refuse_unlaunchable
 from trainkit.experiment.hosts import hosts_of_job, job_on_hosts, rank_override
 from trainkit.experiment.options import LaunchOptions, ResumeOptions, TrainOptions
@@ -191,15 +190,24 @@ def prepare(start: Start, ui: StageUi) -> Start:
         preparation.make(needs_in_turn(start.job, STAGES))
         return _ready(start)
     preparation.make(IndexStage().needs(start.job, stamps_folder(start.root, IndexStage.name)))
-    refuse_without_samples(start.job)
+    _refuse_without_samples(start.job)
     return start
 
 
 def _ready(start: Start) -> Start:
     """The start of a new run now that its stages are made."""
     plan = refuse_infeasible(plan_of(start.job))
-    refuse_without_samples(start.job)
+    _refuse_without_samples(start.job)
     return replace(start, plan=plan, needs=needs_of(start.job, STAGES))
+
+
+def _refuse_without_samples(job: Job) -> None:
+    """Refuse what no rank could read, where the job reads files at all: opening them needs numpy,
+    whose import would be a tenth of a start."""
+    if any(dataset.source != "mock" for dataset in job.datasets):
+        from trainkit.data.order.open import refuse_without_samples
+
+        refuse_without_samples(job)
 
 
 def submit(start: Start) -> Submission:

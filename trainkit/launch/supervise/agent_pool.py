@@ -216,11 +216,11 @@ class AgentPool:
         return [node for node in self.present if node in in_use]
 
     def start_parents(self, frame: StartParent | None) -> None:
-        """Have this run on every host, of agents that are still to come too; one that lives
-        stays."""
+        """Have this run on every host, of agents that are still to come too; one that lives stays.
+        It begins while its host is still looked at: both take seconds from a slow root."""
         self.parent = frame
         if frame is not None:
-            for node in self.present:
+            for node in self._connections.keys() - self._leaving:
                 self.send(node, frame)
 
     def host(self, node: int) -> str:
@@ -346,6 +346,8 @@ class AgentPool:
         self._connections[node] = connection
         if node in self._leaving:
             self.send(node, Goodbye(self.run_ends))
+        elif self.parent is not None:
+            self.send(node, self.parent)
         why = "its agent's connection ended"
         closed = True
         try:
@@ -353,8 +355,6 @@ class AgentPool:
                 frame = read_report(received)
                 if isinstance(frame, HostFacts) and node not in self.hellos:
                     self.hellos[node] = self._hello(node, frame)
-                    if self.parent is not None:
-                        self.send(node, self.parent)
                 elif frame is not None:
                     self._compare_clocks(node, frame)
                     while self._given - self._arrived + self.received.qsize() >= HELD_FRAMES:

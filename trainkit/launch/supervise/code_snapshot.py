@@ -8,9 +8,11 @@ began with.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import cache_from_source
 from pathlib import Path
 from typing import NamedTuple
 
@@ -102,7 +104,7 @@ def _copied(sources: dict[str, Path], folder: Path) -> str:
     """Copy files to their names below `folder`, durably; returns the hash of what was copied: a
     file may be edited meanwhile."""
     for parent in {folder / name for name in map(os.path.dirname, sources)}:
-        parent.mkdir(parents=True, exist_ok=True)
+        (parent / "__pycache__").mkdir(parents=True, exist_ok=True)
 
     def copy(item: tuple[str, Path]) -> None:
         name, source = item
@@ -112,21 +114,26 @@ def _copied(sources: dict[str, Path], folder: Path) -> str:
             os.fsync(target.fileno())
             if os.access(source, os.X_OK):
                 os.fchmod(target.fileno(), os.stat(target.fileno()).st_mode | 0o111)
+            read = os.fstat(original.fileno())
+            os.utime(target.fileno(), ns=(read.st_atime_ns, read.st_mtime_ns))
+        if name.endswith(".py"):
+            _link_bytecode(source, folder / name)
 
     with ThreadPoolExecutor(16) as pool:  # a shared file system answers slowly, but many at once
         list(pool.map(copy, sources.items()))
-        list(
-            pool.map(
-                fsync_folder,
-                {
-                    parent
-                    for name in sources
-                    for parent in (folder / name).parents
-                    if parent.is_relative_to(folder)
-                },
-            )
-        )
+        list(pool.map(fsync_folder, [Path(where) for where, *_ in os.walk(folder)]))
     return sha256_tree(folder, list(sources))
+
+
+def _link_bytecode(source: Path, copy: Path) -> None:
+    """Give a copied module the bytecode of its source, where that is compiled and on the same file
+    system: a first start from new code is a second shorter. It is a link, since Python replaces such
+    a file and never writes into it, and Python itself sees by the time and size of the source
+    whether it is right; that is why the copy keeps its time."""
+    compiled = cache_from_source(source)
+    with contextlib.suppress(OSError):
+        if not os.stat(compiled).st_mode & 0o002:
+            os.link(compiled, cache_from_source(copy))
 
 
 def _repository(project: Path, package: Path) -> Path | None:
