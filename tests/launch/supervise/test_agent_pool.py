@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from tests.launch.stub_agents import Debug, StubAgent
+from tests.launch.stub_agents import Debug, StubAgent, read_command
 from tests.launch.supervised import DONE, Program, events, make_run, supervised
 from trainkit.base.address import local_addresses
 from trainkit.base.redact import Redactor
@@ -29,6 +29,7 @@ from trainkit.launch.hosts.hostfile import Host
 from trainkit.launch.launchers.contract import TransportExit, Transports
 from trainkit.launch.protocol.frames import (
     ConnectToPort,
+    Goodbye,
     HeartbeatReport,
     HostFacts,
     Ping,
@@ -36,6 +37,7 @@ from trainkit.launch.protocol.frames import (
     ReserveSlots,
     SlotsBusy,
     SlotsReserved,
+    StartParent,
 )
 from trainkit.launch.protocol.framing import (
     GIVE_UP_MS,
@@ -108,6 +110,41 @@ def test_a_hundred_agents_come_and_answer(tmp_path: Path) -> None:
         return len(got)
 
     assert with_crew(tmp_path, 100, StubAgent, act) == (100, [])
+
+
+class SlowToLook(StubAgent):
+    """It says what its host is when its rank parent begins."""
+
+    came: ClassVar[set[int]]
+
+    async def run(self) -> None:
+        self.connection = Connection(
+            *await asyncio.open_connection(self.document.address, self.document.port)
+        )
+        await self._prove()
+        self.came.add(self.node)
+        while received := await self.connection.receive():
+            command = read_command(received)
+            if isinstance(command, Goodbye):
+                break
+            if isinstance(command, StartParent):
+                self.connection.send(self.facts())
+        self.connection.close()
+
+
+@pytest.mark.parametrize("connected", [0, 2])
+def test_rank_parents_begin_while_hosts_look_at_themselves(tmp_path: Path, connected: int) -> None:
+    """Those of agents that have come already, and those of agents that come later."""
+    SlowToLook.came = set()
+
+    async def act(pool: AgentPool, server: Server) -> list[int]:
+        while len(SlowToLook.came) < connected:
+            await asyncio.sleep(0.01)
+        pool.start_parents(StartParent(("true",), {}, "/", (), 60.0))
+        await pool.gather(600)
+        return pool.present
+
+    assert with_crew(tmp_path, 2, SlowToLook, act) == ([0, 1], [])
 
 
 def test_agents_are_used_by_their_hosts(tmp_path: Path) -> None:
