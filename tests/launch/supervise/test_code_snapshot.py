@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import json
 import os
+import py_compile
 import subprocess
+import sys
+from importlib.util import cache_from_source
 from pathlib import Path
 
 import pytest
@@ -93,6 +96,40 @@ def test_named_by_its_content_and_taken_once(tmp_path: Path, package: Path) -> N
         and (taken.folder / "trainkit" / "a.py").read_text() == "1"
     )
     assert not list((tmp_path / "code").glob("*.tmp-*"))
+
+
+def test_bytecode_comes_along_and_never_lies(tmp_path: Path, package: Path) -> None:
+    """Of a module that is compiled, unless everybody may write it. Not of one that was edited
+    since, in the same second and to the same length; of one with an old time it is made again."""
+    for name in ("a", "b"):
+        (package / f"{name}.py").write_text(f"print('{name}')\n")
+        py_compile.compile(str(package / f"{name}.py"))
+    compiled = Path(cache_from_source(package / "a.py"))
+    os.chmod(cache_from_source(package / "b.py"), 0o666)
+
+    def printed(code: Path) -> str:
+        words = f"import sys; sys.path[:0] = [{str(code)!r}]; import trainkit.a"
+        return subprocess.check_output([sys.executable, "-I", "-c", words], text=True)
+
+    def bytecode(code: Path, name: str = "a") -> Path:
+        return Path(cache_from_source(code / f"trainkit/{name}.py"))
+
+    taken = take_snapshot(package, tmp_path / "code").folder
+    assert snapshot_hash(taken) == taken.name
+    assert not bytecode(taken, "b").exists()
+    assert printed(taken) == "a\n"
+    assert bytecode(taken).samefile(compiled)  # it was good: Python replaces what is not
+    (package / "a.py").write_text("print('x')\n")
+    edited = take_snapshot(package, tmp_path / "code").folder
+    assert not bytecode(edited).exists()
+    assert printed(edited) == "x\n"
+    (package / "a.py").write_text("print('yz')\n")
+    os.utime(package / "a.py", (0, 0))
+    edited = take_snapshot(package, tmp_path / "code").folder
+    assert bytecode(edited).samefile(compiled)
+    assert printed(edited) == "yz\n"
+    assert not bytecode(edited).samefile(compiled)
+    assert printed(taken) == "a\n"
 
 
 def test_a_users_repository_as_it_is_now(package: Path, repository: Path) -> None:

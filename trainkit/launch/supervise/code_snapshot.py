@@ -104,7 +104,7 @@ def _copied(sources: dict[str, Path], folder: Path) -> str:
     """Copy files to their names below `folder`, durably; returns the hash of what was copied: a
     file may be edited meanwhile."""
     for parent in {folder / name for name in map(os.path.dirname, sources)}:
-        (parent / "__pycache__").mkdir(parents=True, exist_ok=True)
+        parent.mkdir(parents=True, exist_ok=True)
 
     def copy(item: tuple[str, Path]) -> None:
         name, source = item
@@ -126,14 +126,19 @@ def _copied(sources: dict[str, Path], folder: Path) -> str:
 
 
 def _link_bytecode(source: Path, copy: Path) -> None:
-    """Give a copied module the bytecode of its source, where that is compiled and on the same file
-    system: a first start from new code is a second shorter. It is a link, since Python replaces such
-    a file and never writes into it, and Python itself sees by the time and size of the source
-    whether it is right; that is why the copy keeps its time."""
-    compiled = cache_from_source(source)
+    """Give a copied module the bytecode that its source has, if that is on the same file system:
+    what starts first from new code need not compile it. A link is safe, since Python replaces such
+    a file and never writes into it; by the time and size of the source, which the copy keeps, it
+    knows whether the bytecode is right."""
+    compiled = Path(cache_from_source(source))
     with contextlib.suppress(OSError):
-        if not os.stat(compiled).st_mode & 0o002:
-            os.link(compiled, cache_from_source(copy))
+        status = compiled.stat()
+        # Python compares whole seconds: of an edit in the second of the compilation it knows not
+        newer = status.st_mtime_ns > copy.stat().st_mtime_ns
+        if newer and not status.st_mode & 0o002:  # nobody else may say what a run executes
+            link = Path(cache_from_source(copy))
+            link.parent.mkdir(exist_ok=True)
+            link.hardlink_to(compiled)
 
 
 def _repository(project: Path, package: Path) -> Path | None:
