@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import subprocess
 import sys
+from importlib.util import cache_from_source
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,14 @@ from rich.markup import escape
 from trainkit.base.errors import ConfigError
 from trainkit.cli.tables import Listing, marked
 from trainkit.cli.wrapper import TaskContext, make_task
+
+TASKS = """
+from trainkit.cli.wrapper import make_task
+
+@make_task()
+def mine(task):
+    import helper
+"""
 
 
 @pytest.mark.parametrize(
@@ -39,6 +50,20 @@ def test_dry_runs(takes: bool, typed: bool | None, of_invoke: bool, expected: bo
         Context(Config(overrides={"run": {"dry": of_invoke}})), **words
     )
     assert told == [expected]
+
+
+@pytest.mark.parametrize("unwanted", [False, True])
+def test_what_a_task_imports_is_compiled_once(tmp_path: Path, unwanted: bool) -> None:
+    """Invoke turns bytecode off: every command would compile what was installed without."""
+    (tmp_path / "helper.py").write_text("")
+    (tmp_path / "tasks.py").write_text(TASKS)
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    if unwanted:
+        environment["PYTHONDONTWRITEBYTECODE"] = "1"
+    subprocess.run(
+        [sys.executable, "-m", "invoke", "mine"], cwd=tmp_path, env=environment, check=True
+    )
+    assert Path(cache_from_source(str(tmp_path / "helper.py"))).exists() != unwanted
 
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x1b[31mred\r"
