@@ -13,10 +13,8 @@ from trainkit.base.errors import Exit, TrainkitError
 from trainkit.cli.config.jobs import load_jobs
 from trainkit.cli.config.render_plan import read_lines
 from trainkit.cli.host_options import say_hosts
-from trainkit.cli.run.attach import follow_run
 from trainkit.cli.run.progress import TrainingView
 from trainkit.cli.run.stages import bring_up_to_date, say_unused_stages, stage_ui
-from trainkit.cli.run.summary import print_ending
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.engines.registry import ENGINES, refuse_unlaunchable
 from trainkit.experiment.follow import wait_until_started
@@ -311,6 +309,10 @@ def _finish(
 ) -> TaskResult:
     """How it ended. Without an outcome a supervisor of its own goes on with the run, now or when
     its turn comes: follow it, unless nobody wants to."""
+    # while the supervisor begins, not before it
+    from trainkit.cli.run.attach import follow_run
+    from trainkit.cli.run.summary import print_ending
+
     run = submission.run
     if submission.job:
         _say_submitted(task, submission, detach=options.detach)

@@ -15,7 +15,6 @@ from trainkit.data.curate.funnel import counts_of
 from trainkit.data.indexed.paths import SCHEMA, bin_path, idx_path
 from trainkit.data.indexed.published import check_published
 from trainkit.data.sums import file_sum
-from trainkit.data.tokenizer import end_of_document, load_tokenizer
 from trainkit.data.unit_specs import MergeShard, MergeSpec, TextResult, TokensResult
 from trainkit.jobs.schema import Dataset
 
@@ -223,6 +222,7 @@ def write_manifest(spec: MergeSpec, shards: Sequence[ShardResult]) -> DatasetTot
     """Write dataset.json beside the tokenizer; paths in it are relative to its folder. Returns
     the counts."""
     from trainkit.data.indexed.dataset import best_dtype  # numpy
+    from trainkit.data.tokenizer import end_of_document, load_tokenizer
 
     folder = spec.manifest.parent
     tokenizer = load_tokenizer(spec.tokenizer)
