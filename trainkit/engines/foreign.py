@@ -116,7 +116,9 @@ def rank_command(job: Job, run: RunFolder, attempt: int, program: EngineProgram)
         saves_on_term=program.saves_on_term,
         modules=program.modules,
         reads=tuple(map(str, program.reads)),
-        seen_seconds=_seen_seconds(job),
+        # until a file that one rank has written is seen by all: file systems over a network keep
+        # what they know of a file for some seconds (nfs(5), "acregmin")
+        seen_seconds=1.0 if job.cluster.launcher_traits.one_machine else 10.0,
         path=tuple(map(str, engine_path(job))),
         versions=program.versions,
         eval_interval=job.training.eval_interval or 0,
@@ -162,12 +164,6 @@ def _flops(job: Job) -> tuple[float, float]:
 def _peak_words(job: Job, peak: float) -> str:
     device = job.cluster.device
     return f"{peak:g} TFLOP/s ({device.label or device.name}, {job.training.precision})"
-
-
-def _seen_seconds(job: Job) -> float:
-    """Until a file that one rank has written is seen by all: file systems over a network keep
-    what they know of a file for some seconds (nfs(5), "acregmin")."""
-    return 1.0 if job.cluster.launcher_traits.one_machine else 10.0
 
 
 def run_name(run: RunFolder) -> str:

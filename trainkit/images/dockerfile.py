@@ -264,12 +264,14 @@ class _Reader:
         try:
             image = _without_quotes(fill_in(words[0], self.before))
         except KeyError as error:
+            name = error.args[0]
+            key = "base" if name == "BASE_IMAGE" else f"build_args.{name}"
             raise _wrong(
                 self.path,
                 each.line,
-                f"FROM {words[0]}: nothing gives {error.args[0]} a value",
-                f"give it in containers.X.{_key_of(error.args[0])}, or a default:"
-                f" ARG {error.args[0]}=... before the first FROM",
+                f"FROM {words[0]}: nothing gives {name} a value",
+                f"give it in containers.X.{key}, or a default: ARG {name}=... before the first"
+                " FROM",
             ) from None
         if not image:
             raise _wrong(self.path, each.line, f"FROM {words[0]} names no image: it is empty")
@@ -355,10 +357,6 @@ class _Reader:
                 filled.append(".")
         if filled:
             self.copied.append(CopiedFiles(tuple(filled), excludes, line))
-
-
-def _key_of(argument: str) -> str:
-    return "base" if argument == "BASE_IMAGE" else f"build_args.{argument}"
 
 
 def _flags(rest: str) -> tuple[dict[str, list[str]], str]:

@@ -159,7 +159,11 @@ class _Reader:
         self.take("image", container, "image")
         if secrets := pod.pop("imagePullSecrets", []):
             self.pods["image_pull_secrets"] = [each["name"] for each in secrets]
-        if tolerated := [_toleration(each) for each in pod.get("tolerations", []) if _plain(each)]:
+        if tolerated := [
+            _toleration(each)
+            for each in pod.get("tolerations", [])
+            if each.get("operator", "Equal") in ("Equal", "Exists")
+        ]:
             self.pods["tolerations"] = tolerated
         resources = container.get("resources", {})
         asked = {**resources.pop("requests", {}), **resources.pop("limits", {})}
@@ -209,10 +213,6 @@ class _Reader:
             self.pods["secrets"] = secrets
             self.cluster["secrets"] = list(secrets)
         return {name: each for name, each in found.items() if not name.startswith(TRAINER_RANKS)}
-
-
-def _plain(toleration: Mapping[str, object]) -> bool:
-    return toleration.get("operator", "Equal") in ("Equal", "Exists")
 
 
 def _toleration(given: Any) -> dict[str, object]:

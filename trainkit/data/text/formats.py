@@ -73,7 +73,7 @@ def open_documents(
     where = where or name
     lower = name.lower()
     if lower.endswith(TAR):
-        return _tar(_unpacked_name(lower), stream, reading, where)
+        return _tar(lower.replace(".tgz", ".tar.gz"), stream, reading, where)
     if lower.endswith(FROM_END):
         if not (hasattr(stream, "seek") and getattr(stream, "seekable", lambda: True)()):
             raise damaged_file(
@@ -93,10 +93,6 @@ def open_documents(
         "is of no format that is known by its name",
         f"read are {READABLE_IN_WORDS}; rename it, or leave it out",
     )
-
-
-def _unpacked_name(name: str) -> str:
-    return name.removesuffix(".tgz") + ".tar.gz" if name.endswith(".tgz") else name
 
 
 def _single(

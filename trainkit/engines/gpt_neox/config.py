@@ -402,24 +402,21 @@ def precision_words(t: Training) -> Config:
                 "data_types": {"grad_accum_dtype": "fp32"},
             }
         case "fp16":
+            least = t.min_loss_scale
             block: Config = {
                 "enabled": True,
                 "loss_scale": t.loss_scale or 0,
                 "loss_scale_window": t.loss_scale_window,
                 "initial_scale_power": int(math.log2(t.initial_loss_scale)),
                 "hysteresis": t.hysteresis,
-                "min_loss_scale": _whole(t.min_loss_scale),
+                # DeepSpeed types it as an integer
+                "min_loss_scale": int(least) if least.is_integer() else least,
             }
             return {"precision": "fp16", "fp16": block}
         case "fp8":
             raise native_float8("gpt-neox")
         case unknown:
             assert_never(unknown)
-
-
-def _whole(number: float) -> int | float:
-    """DeepSpeed types some of its numbers as integers."""
-    return int(number) if number.is_integer() else number
 
 
 def _recompute_words(t: Training) -> Config:

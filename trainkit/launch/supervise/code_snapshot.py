@@ -133,9 +133,9 @@ def _link_bytecode(source: Path, copy: Path) -> None:
     compiled = Path(cache_from_source(source))
     with contextlib.suppress(OSError):
         status = compiled.stat()
-        # Python compares whole seconds: of an edit in the second of the compilation it knows not
-        newer = status.st_mtime_ns > copy.stat().st_mtime_ns
-        if newer and not status.st_mode & 0o002:  # nobody else may say what a run executes
+        # Python compares whole seconds, and so misses an edit in the second of the compilation;
+        # and nobody else may say what a run executes
+        if status.st_mtime_ns > copy.stat().st_mtime_ns and not status.st_mode & 0o002:
             link = Path(cache_from_source(copy))
             link.parent.mkdir(exist_ok=True)
             link.hardlink_to(compiled)
