@@ -116,8 +116,7 @@ def rank_command(job: Job, run: RunFolder, attempt: int, program: EngineProgram)
         saves_on_term=program.saves_on_term,
         modules=program.modules,
         reads=tuple(map(str, program.reads)),
-        # until a file that one rank has written is seen by all: file systems over a network keep
-        # what they know of a file for some seconds (nfs(5), "acregmin")
+        # clients of a file system over a network see a file some seconds late: nfs(5), "acregmin"
         seen_seconds=1.0 if job.cluster.launcher_traits.one_machine else 10.0,
         path=tuple(map(str, engine_path(job))),
         versions=program.versions,
