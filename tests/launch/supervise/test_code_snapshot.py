@@ -8,6 +8,7 @@ import os
 import py_compile
 import subprocess
 import sys
+import time
 from importlib.util import cache_from_source
 from pathlib import Path
 
@@ -98,38 +99,64 @@ def test_named_by_its_content_and_taken_once(tmp_path: Path, package: Path) -> N
     assert not list((tmp_path / "code").glob("*.tmp-*"))
 
 
-def test_bytecode_comes_along_and_never_lies(tmp_path: Path, package: Path) -> None:
-    """Of a module that is compiled, unless everybody may write it. Not of one that was edited
-    since, in the same second and to the same length; of one with an old time it is made again."""
+def bytecode(code: Path, name: str = "a") -> Path:
+    return Path(cache_from_source(code / f"trainkit/{name}.py"))
+
+
+def printed(code: Path) -> str:
+    words = f"import sys; sys.path[:0] = [{str(code)!r}]; import trainkit.a"
+    return subprocess.check_output([sys.executable, "-I", "-c", words], text=True)
+
+
+def compile_later(source: Path, mode: py_compile.PycInvalidationMode | None = None) -> None:
+    """Compile a module, some time after it was written."""
+    compiled = Path(py_compile.compile(str(source), invalidation_mode=mode) or "")
+    later = time.time() + 60
+    os.utime(compiled, (later, later))
+
+
+def test_bytecode_comes_along(tmp_path: Path, package: Path) -> None:
+    """Of modules that are compiled, unless everybody may write it."""
     for name in ("a", "b"):
         (package / f"{name}.py").write_text(f"print('{name}')\n")
-        py_compile.compile(str(package / f"{name}.py"))
-    compiled = Path(cache_from_source(package / "a.py"))
+        compile_later(package / f"{name}.py")
     os.chmod(cache_from_source(package / "b.py"), 0o666)
-
-    def printed(code: Path) -> str:
-        words = f"import sys; sys.path[:0] = [{str(code)!r}]; import trainkit.a"
-        return subprocess.check_output([sys.executable, "-I", "-c", words], text=True)
-
-    def bytecode(code: Path, name: str = "a") -> Path:
-        return Path(cache_from_source(code / f"trainkit/{name}.py"))
-
     taken = take_snapshot(package, tmp_path / "code").folder
     assert snapshot_hash(taken) == taken.name
     assert not bytecode(taken, "b").exists()
     assert printed(taken) == "a\n"
-    assert bytecode(taken).samefile(compiled)  # it was good: Python replaces what is not
-    (package / "a.py").write_text("print('x')\n")
-    edited = take_snapshot(package, tmp_path / "code").folder
-    assert not bytecode(edited).exists()
-    assert printed(edited) == "x\n"
-    (package / "a.py").write_text("print('yz')\n")
-    os.utime(package / "a.py", (0, 0))
-    edited = take_snapshot(package, tmp_path / "code").folder
-    assert bytecode(edited).samefile(compiled)
-    assert printed(edited) == "yz\n"
-    assert not bytecode(edited).samefile(compiled)
-    assert printed(taken) == "a\n"
+    # it was good: Python replaces what is not
+    assert bytecode(taken).samefile(cache_from_source(package / "a.py"))
+
+
+@pytest.mark.parametrize("mode", list(py_compile.PycInvalidationMode))
+def test_bytecode_of_another_source_is_left(
+    tmp_path: Path, package: Path, mode: py_compile.PycInvalidationMode
+) -> None:
+    """Of an edit in the same second and to the same length, or whose time was set back, Python
+    itself knows nothing; of some bytecode it is never to look at the source."""
+    source = package / "a.py"
+    source.write_text("print('a')\n")
+    compiled = Path(py_compile.compile(str(source), invalidation_mode=mode) or "")
+    old = source.stat().st_mtime_ns
+    source.write_text("print('b')\n")
+    os.utime(source, ns=(old, old))
+    taken = take_snapshot(package, tmp_path / "code").folder
+    assert not bytecode(taken).exists()
+    assert printed(taken) == "b\n"
+    assert not bytecode(taken).samefile(compiled)
+
+
+def test_bytecode_in_a_repository_is_nobodys(package: Path, repository: Path) -> None:
+    """It may be tracked, or not ignored: that of the user stays as it is."""
+    for name in ("A", "b"):
+        (repository / f"{name}.py").write_text("")
+        compile_later(repository / f"{name}.py")
+    before = {path: path.read_bytes() for path in repository.glob("__pycache__/*")}
+    taken = take_snapshot(package, repository / "code", repository)
+    assert {path: path.read_bytes() for path in repository.glob("__pycache__/*")} == before
+    assert len(before) == 2
+    assert not [name for name in names(taken.folder / "project") if "__pycache__" in name]
 
 
 def test_a_users_repository_as_it_is_now(package: Path, repository: Path) -> None:

@@ -8,11 +8,12 @@ began with.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
+import struct
+import time
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import cache_from_source
+from importlib.util import MAGIC_NUMBER, cache_from_source
 from pathlib import Path
 from typing import NamedTuple
 
@@ -109,15 +110,14 @@ def _copied(sources: dict[str, Path], folder: Path) -> str:
     def copy(item: tuple[str, Path]) -> None:
         name, source = item
         with open(source, "rb") as original, open(folder / name, "wb") as target:
+            seen = os.fstat(original.fileno())
             shutil.copyfileobj(original, target, 2**20)
             target.flush()
             os.fsync(target.fileno())
             if os.access(source, os.X_OK):
                 os.fchmod(target.fileno(), os.stat(target.fileno()).st_mode | 0o111)
-            read = os.fstat(original.fileno())
-            os.utime(target.fileno(), ns=(read.st_atime_ns, read.st_mtime_ns))
-        if name.endswith(".py"):
-            _link_bytecode(source, folder / name)
+        if name.endswith(".py") and not name.startswith(f"{PROJECT}/"):
+            _link_bytecode(source, seen, folder / name)
 
     with ThreadPoolExecutor(16) as pool:  # a shared file system answers slowly, but many at once
         list(pool.map(copy, sources.items()))
@@ -125,20 +125,37 @@ def _copied(sources: dict[str, Path], folder: Path) -> str:
     return sha256_tree(folder, list(sources))
 
 
-def _link_bytecode(source: Path, copy: Path) -> None:
-    """Give a copied module the bytecode that its source has, if that is on the same file system:
-    what starts first from new code need not compile it. A link is safe, since Python replaces such
-    a file and never writes into it; by the time and size of the source, which the copy keeps, it
-    knows whether the bytecode is right."""
-    compiled = Path(cache_from_source(source))
-    with contextlib.suppress(OSError):
-        status = compiled.stat()
-        # Python compares whole seconds, and so misses an edit in the second of the compilation;
-        # and nobody else may say what a run executes
-        if status.st_mtime_ns > copy.stat().st_mtime_ns and not status.st_mode & 0o002:
-            link = Path(cache_from_source(copy))
-            link.parent.mkdir(exist_ok=True)
-            link.hardlink_to(compiled)
+def _link_bytecode(source: Path, seen: os.stat_result, copy: Path) -> None:
+    """Give the copy of a module, of which `seen` is the source, the bytecode that this has, so that
+    what starts first from new code need not compile it. It is a link, on the same file system:
+    Python never writes into such a file, it replaces it."""
+    link = Path(cache_from_source(copy))
+    try:
+        link.parent.mkdir(exist_ok=True)
+        link.hardlink_to(cache_from_source(source))
+        good = _is_bytecode_of(link, seen) and source.stat().st_ctime_ns == seen.st_ctime_ns
+    except OSError:
+        good = False
+    if good:
+        os.utime(copy, ns=(time.time_ns(), seen.st_mtime_ns))  # Python compares it
+    else:
+        link.unlink(missing_ok=True)
+
+
+def _is_bytecode_of(compiled: Path, source: os.stat_result) -> bool:
+    """Whether Python would take the bytecode for that source (PEP 552: compared by time and size),
+    and nothing has changed the source since, whatever its time says. What another user may write
+    is never ours to execute."""
+    with open(compiled, "rb") as file:
+        header = file.read(16)
+        status = os.fstat(file.fileno())
+    words = (0, int(source.st_mtime) & 0xFFFFFFFF, source.st_size & 0xFFFFFFFF)
+    return (
+        header == MAGIC_NUMBER + struct.pack("<3I", *words)
+        and status.st_mtime_ns > source.st_ctime_ns
+        and status.st_uid == os.geteuid()
+        and not status.st_mode & 0o002
+    )
 
 
 def _repository(project: Path, package: Path) -> Path | None:
@@ -166,7 +183,9 @@ def _project_files(repository: Path, root: Path) -> tuple[list[str], tuple[Exclu
     names = []
     left_out = []
     total = 0
-    for name in [name for name in listed if not name.startswith(own)]:
+    for name in listed:
+        if name.startswith(own) or "__pycache__" in name.split("/"):
+            continue
         path = repository / name
         size = 0
         why = ""
