@@ -93,8 +93,9 @@ class Session:
         self.agents.append(self.agent)
         return self.agent
 
-    def accept(self) -> Peer:
-        """The agent's connection, proved on both sides."""
+    def accept(self, *together: Frame) -> Peer:
+        """The agent's connection, proved on both sides; `together`: what comes with the last word
+        of that."""
         peer = Peer(self.server.accept()[0])
         knock, own = peer.hear("knock"), handshake.new_nonce()
         peer.say(
@@ -107,7 +108,8 @@ class Session:
             answer["proof"], self.token, "agent", knock["nonce"], own, f"agent:{knock['node']}"
         )
         peer.decoder.limit = framing.MAX_FRAME_BYTES
-        peer.say(type="ping")
+        last = ({"type": "ping"}, *together)
+        peer.sock.sendall(b"".join(map(framing.encode, last)))
         return peer
 
     def begin(self, *, slots: tuple[str, ...] = ("cpu",), **how: Any) -> Peer:

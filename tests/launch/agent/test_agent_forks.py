@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -52,10 +54,15 @@ def rank(key: str, program: str, **values: Any) -> Frame:
     return process(key, "", argv=argv, forked=True) | values
 
 
+def parent_frame(program: str = PARENT, **values: Any) -> Frame:
+    """What has an agent start a rank parent."""
+    own = {"env": {}, "cwd": "/", "late": ["RANK"], "seconds": 300.0} | values
+    return {"type": "parent", "argv": [sys.executable, "-I", "-c", program]} | own
+
+
 def with_parent(peer: Peer, program: str = PARENT, **values: Any) -> None:
     """Have the agent start a rank parent."""
-    own = {"env": {}, "cwd": "/", "late": ["RANK"], "seconds": 300.0} | values
-    peer.say(type="parent", argv=[sys.executable, "-I", "-c", program], **own)
+    peer.say(**parent_frame(program, **values))
 
 
 def parent_pid(session: Session) -> int:
@@ -66,6 +73,46 @@ def parent_pid(session: Session) -> int:
 
 def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_a_parent_begins_though_nothing_comes_after_the_handshake(session: Session) -> None:
+    """The frame may lie in the agent's buffer, and the socket is silent."""
+    session.start()
+    peer = session.accept(parent_frame())
+    assert wait_until(lambda: parent_pid(session))
+    peer.hear("hello")
+
+
+HOLDS = """
+import fcntl, os, signal, sys, time
+signal.signal(signal.SIGIO, lambda *_: None)
+try:
+    fcntl.fcntl(os.open(sys.argv[1], os.O_RDWR), fcntl.F_SETLEASE, fcntl.F_WRLCK)
+except OSError as error:
+    sys.exit(str(error))
+print("held", flush=True)
+time.sleep(10_000)
+"""
+
+
+def test_a_parent_that_no_root_gives_keeps_no_host_silent(session: Session, tmp_path: Path) -> None:
+    """Its program cannot be opened for a while, as on a file system that stalls (a lease, fcntl(2),
+    makes whoever opens the file wait): the host says what it is, and that it lives."""
+    program = tmp_path / "program"
+    shutil.copy("/bin/sleep", program)
+    words = [sys.executable, "-c", HOLDS, str(program)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout
+        try:
+            if not holder.stdout.readline():
+                pytest.skip("no leases on this file system")
+            session.start()
+            peer = session.accept({**parent_frame(), "argv": [str(program), "10000"]})
+            peer.hear("hello")
+            peer.hear("heartbeat")
+            assert not parent_pid(session)
+        finally:
+            holder.kill()
 
 
 def test_a_forked_rank_is_what_exec_would_have_made(session: Session, tmp_path: Path) -> None:

@@ -273,6 +273,13 @@ def start(agent: Agent, frame: frames.StartProcesses) -> Task:
         agent.send(frames.ProcessStarted(spec.key, child.pid))
 
 
+def _until_there(frame: frames.StartParent) -> None:
+    """Wait for a shared root to give what exec would wait for, when the agent could not speak."""
+    with contextlib.suppress(OSError):
+        os.stat(frame.cwd)
+        open(frame.argv[0], "rb").close()
+
+
 def start_parent(agent: Agent, frame: frames.StartParent) -> Task:
     """Start what ranks are forked from, in place of an earlier one that has ended or is another.
     Why it cannot be started is said of the ranks that wanted it."""
@@ -283,6 +290,7 @@ def start_parent(agent: Agent, frame: frames.StartParent) -> Task:
         earlier.kill()
         while earlier.code is None:
             yield
+    yield from agent.beside(partial(_until_there, frame))
     if agent.leaving is not None:
         return
     mark = child_mark(agent.mark, KEY)

@@ -139,6 +139,7 @@ class Agent:
             self._register_events()
             self.tasks.append(self._introduce(node))
             self._wake_up()  # it begins in the first turn
+            self._hear()  # what came with the handshake: no more may come for seconds
             while self.code is None:
                 self._turn()
             return self.code

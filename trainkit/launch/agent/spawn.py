@@ -60,7 +60,7 @@ def exec_program(
             stdout=stdout,
             stderr=stderr,
             start_new_session=True,
-            # two calls of the system; other threads only read and write files
+            # two calls of the system; other threads only read and write files and load libraries
             preexec_fn=_contained(  # noqa: PLW1509
                 entrance, start.limit(), die_with_parent_hook(os.getpid())
             ),

@@ -237,8 +237,8 @@ class AgentPool:
         """Say bye: these agents stop what is left and end, and their end is not a loss. Who is
         still on the way hears it on arrival."""
         for node in nodes:
-            self.send(node, Goodbye(self.run_ends))
             self._leaving.add(node)
+            self.send(node, Goodbye(self.run_ends))
 
     async def gather(self, timeout: float) -> list[JoinedAgent | MissingAgent]:
         """Wait until every agent in use has said hello or cannot come any more, at most `timeout`
