@@ -87,7 +87,7 @@ HOLDS = """
 import fcntl, os, signal, sys, time
 signal.signal(signal.SIGIO, lambda *_: None)
 try:
-    fcntl.fcntl(os.open(sys.argv[1], os.O_RDWR), fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    fcntl.fcntl(os.open(sys.argv[1], os.O_RDONLY), fcntl.F_SETLEASE, fcntl.F_WRLCK)
 except OSError as error:
     sys.exit(str(error))
 print("held", flush=True)
