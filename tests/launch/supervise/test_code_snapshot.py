@@ -119,6 +119,7 @@ def test_bytecode_comes_along(tmp_path: Path, package: Path) -> None:
     """Of modules that are compiled, unless everybody may write it."""
     for name in ("a", "b"):
         (package / f"{name}.py").write_text(f"print('{name}')\n")
+        os.utime(package / f"{name}.py", (10**9, 10**9))
         compile_later(package / f"{name}.py")
     os.chmod(cache_from_source(package / "b.py"), 0o666)
     taken = take_snapshot(package, tmp_path / "code").folder
