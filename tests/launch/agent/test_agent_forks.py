@@ -76,11 +76,14 @@ def parent_of(pid: int) -> int:
 
 
 def test_a_parent_begins_though_nothing_comes_after_the_handshake(session: Session) -> None:
-    """The frame may lie in the agent's buffer, and the socket is silent."""
+    """The frame may lie in the agent's buffer, and the socket is silent; and it may come twice."""
     session.start()
-    peer = session.accept(parent_frame())
+    frame = parent_frame("import time; time.sleep(10_000)")
+    peer = session.accept(frame, frame)
     assert wait_until(lambda: parent_pid(session))
     peer.hear("hello")
+    peer.hear("heartbeat")
+    assert len(find_marked(f"{session.mark}/parent")) == 1
 
 
 HOLDS = """

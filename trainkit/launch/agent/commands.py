@@ -283,6 +283,8 @@ def _until_there(frame: frames.StartParent) -> None:
 def start_parent(agent: Agent, frame: frames.StartParent) -> Task:
     """Start what ranks are forked from, in place of an earlier one that has ended or is another.
     Why it cannot be started is said of the ranks that wanted it."""
+    # before we look at an earlier one: the same may be asked for twice at once
+    yield from agent.beside(partial(_until_there, frame))
     processes = agent.processes
     if (earlier := processes.parent) and earlier.code is None:
         if earlier.frame == frame:
@@ -290,7 +292,6 @@ def start_parent(agent: Agent, frame: frames.StartParent) -> Task:
         earlier.kill()
         while earlier.code is None:
             yield
-    yield from agent.beside(partial(_until_there, frame))
     if agent.leaving is not None:
         return
     mark = child_mark(agent.mark, KEY)
