@@ -157,8 +157,8 @@ def _free_bytes(root: Path) -> int | None:
 
 
 def _runs_of(job: Job) -> Iterator[tuple[RunFolder, Job]]:
-    """Runs of this job on this cluster, newest first; those of another version of trainkit
-    cannot be compared."""
+    """Runs of this job on this cluster that have metrics, newest first; those of another version of
+    trainkit cannot be compared."""
     folder = job.cluster.root_folder / "runs" / job.name
     try:
         ids = sorted(
@@ -172,41 +172,50 @@ def _runs_of(job: Job) -> Iterator[tuple[RunFolder, Job]]:
             ran = read_job(run.job)
         except ConfigError:
             continue
-        if ran.cluster.name == job.cluster.name:
+        if ran.cluster.name == job.cluster.name and run.metrics.is_file():
             yield run, ran
 
 
 def last_measured(job: Job) -> Measured | None:
     """What the newest run of this job on this cluster took, and what its plan had said; one of
     the same layout before others. None without any."""
-    candidates = [(run, ran) for run, ran in _runs_of(job) if run.metrics.is_file()]
-    same = [(run, ran) for run, ran in candidates if layout_key(ran) == layout_key(job)]
-    for run, ran in [*same, *candidates]:
-        summary = summarize_run(run)
-        if summary.tokens_per_second is None:
-            continue
-        planned = _planned(run)
-        memory = planned.get("memory") or {}
-        speed = (planned.get("duration") or {}).get("speed") or {}
-        return Measured(
-            run=run.id,
-            same_layout=(run, ran) in same,
-            tokens_per_second=summary.tokens_per_second,
-            peak_bytes=summary.peak_bytes,
-            checkpoint_bytes=_checkpoint_bytes(run.checkpoints),
-            planned_tokens_per_second=speed.get("tokens_per_second"),
-            planned_peak_bytes=memory.get("fullest_rank", {}).get("total_bytes"),
-            planned_checkpoint_bytes=planned.get("checkpoint_bytes"),
-            modelled_tokens_per_second=_modelled(ran, planned.get("padded_vocab_size")),
-        )
-    return None
+    newest = None
+    for run, ran in _runs_of(job):
+        same = layout_key(ran) == layout_key(job)
+        if newest is None or same:
+            found = _measured(run, ran, same)
+            if found is not None and same:
+                return found  # the rest, perhaps hundreds, need not be read
+            newest = newest or found
+    return newest
+
+
+def _measured(run: RunFolder, ran: Job, same_layout: bool) -> Measured | None:
+    """A run in figures; None where it has no speed."""
+    summary = summarize_run(run)
+    if summary.tokens_per_second is None:
+        return None
+    planned = _planned(run)
+    memory = planned.get("memory") or {}
+    speed = (planned.get("duration") or {}).get("speed") or {}
+    return Measured(
+        run=run.id,
+        same_layout=same_layout,
+        tokens_per_second=summary.tokens_per_second,
+        peak_bytes=summary.peak_bytes,
+        checkpoint_bytes=_checkpoint_bytes(run.checkpoints),
+        planned_tokens_per_second=speed.get("tokens_per_second"),
+        planned_peak_bytes=memory.get("fullest_rank", {}).get("total_bytes"),
+        planned_checkpoint_bytes=planned.get("checkpoint_bytes"),
+        modelled_tokens_per_second=_modelled(ran, planned.get("padded_vocab_size")),
+    )
 
 
 def measured_speeds(job: Job) -> dict[int, float]:
     """Tokens a second of the fastest run of this job on this cluster, by its nodes."""
     best: dict[int, float] = {}
     for run, ran in _runs_of(job):
-        speed = summarize_run(run).tokens_per_second if run.metrics.is_file() else None
+        speed = summarize_run(run).tokens_per_second
         if speed is not None:
             best[ran.nodes] = max(best.get(ran.nodes, 0.0), speed)
     return best

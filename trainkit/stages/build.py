@@ -15,7 +15,12 @@ from typing import Any
 
 import trainkit
 from trainkit.base.errors import Exit, TrainkitError
-from trainkit.base.install import InstallError, build_extension, csrc_sha256
+from trainkit.base.install import (
+    InstallError,
+    build_extension,
+    csrc_sha256,
+    extension_is_current,
+)
 from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.base.records import Record
 from trainkit.base.worker import ProgressCallback, run_unit
@@ -29,12 +34,13 @@ KERNELS = "kernels"
 HINTS = {KERNELS: "jobs with kernels = 'reference' train without them"}
 
 
-def compiled_sha256() -> str:
-    """The csrc hash inside the extension that a new process would import; "" where none can be.
-
-    Asked of another process: this one must not map a file that is about to be replaced.
-    """
-    return _said_by("import trainkit._index as i; print(i.csrc_sha256)")[1]
+def _load_error() -> str:
+    """What loading the extension into this process raises; "" where it loads."""
+    try:
+        import trainkit._index  # noqa: F401
+    except ImportError as error:
+        return str(error)
+    return ""
 
 
 def _said_by(code: str) -> tuple[str, str]:
@@ -52,14 +58,13 @@ def _said_by(code: str) -> tuple[str, str]:
 
 
 def _index_evidence() -> tuple[bool, str]:
-    compiled = compiled_sha256()
-    if compiled == csrc_sha256(CHECKOUT):
-        return True, f"the extension was compiled from this source ({compiled[:12]})"
-    return False, (
-        "the source in csrc/ changed since the extension was compiled"
-        if compiled
-        else "the extension was never compiled"
-    )
+    if not extension_is_current(CHECKOUT):
+        return False, "the extension is not compiled from the source that csrc/ has now"
+    # only now: what is about to be replaced must not be mapped
+    if error := _load_error():
+        return False, f"the extension does not load here: {error}"
+    compiled = csrc_sha256(CHECKOUT)[:12]
+    return True, f"the extension was compiled from this source ({compiled})"
 
 
 def _kernels_evidence() -> tuple[bool, str]:
@@ -106,7 +111,7 @@ class BuildStage:
 
     def needs(self, job: Job | None, stamps: Path) -> list[Need]:
         if not (CHECKOUT / "csrc").is_dir():
-            if not compiled_sha256():
+            if _load_error():
                 raise TrainkitError(
                     "the installed trainkit has no working C++ extension",
                     exit=Exit.STAGE_FAILED,
@@ -152,7 +157,7 @@ def work(value: Mapping[str, Any], progress: ProgressCallback) -> dict[str, obje
                 exit=Exit.STAGE_FAILED,
                 hint=HINTS[KERNELS],
             )
-    elif compiled_sha256() != csrc_sha256(spec.root):
+    elif not extension_is_current(spec.root) or _load_error():
         raise TrainkitError(
             "the extension was built but does not load as built from csrc/", exit=Exit.STAGE_FAILED
         )
