@@ -120,6 +120,11 @@ def test_what_is_not_known_gets_a_hint(project: Project, words: list[str], said:
     assert trainkit(project.path, *words, exit=1).stderr == said
 
 
+def test_a_benchmark_needs_no_flag_before_it(project: Project) -> None:
+    refused = trainkit(project.path, "bench", "nope", exit=3)
+    assert "there is no benchmarks/nope.py" in refused.stderr
+
+
 def test_help_of_a_task_before_or_behind_it(project: Project) -> None:
     pages = {
         trainkit(project.path, *words).stdout

@@ -60,6 +60,7 @@ GROUPS = {
 }
 MAX_WIDTH = 100  # columns of a help page
 UNKNOWN = "No idea what"  # how Invoke's message about an unknown token begins
+WITHOUT_FLAG = {"test": "--path", "bench": "--name"}  # of a task's words that have none before them
 WITHOUT_VALUE = re.compile(r"Flag <Argument: ([\w-]+)")  # and that about a flag at the end
 
 
@@ -123,8 +124,8 @@ class TrainkitProgram(Program):
         if len(given) > 1 and given[1] in ("--help", "-h"):
             self.args.help.value = given[0]
             self.core.unparsed = []
-        elif given[:1] == ["test"]:
-            self.core.unparsed = _paths_as_options(given)
+        elif given and (flag := WITHOUT_FLAG.get(given[0])):
+            self.core.unparsed = _words_as_options(given, flag)
         try:
             super().parse_tasks()
         except ParseError as error:
@@ -304,14 +305,14 @@ def main() -> None:
         sys.exit(end_without_reader().code)
 
 
-def _paths_as_options(given: list[str]) -> list[str]:
+def _words_as_options(given: list[str], flag: str) -> list[str]:
     """`test tests/data -k pack` as `test --path tests/data -k pack`: Invoke knows no optional
     argument without a flag."""
     found = given[:1]
     is_value = False
     for token in given[1:]:
         if not token.startswith("-") and not is_value:
-            found.append("--path")
+            found.append(flag)
         found.append(token)
-        is_value = token in ("-k", "-p", "--path", "--torch")
+        is_value = token in ("-k", "-p", "--path", "--torch", "--name", "--device")
     return found
