@@ -175,6 +175,13 @@ def make_task(
     return decorate
 
 
+class _SharedTask(Task[Any]):
+    """A task that no command changes: Invoke copies all tasks in depth before it looks for one."""
+
+    def __deepcopy__(self, memo: object) -> _SharedTask:
+        return self
+
+
 def _invoke_task(
     run: Callable[..., None], signature: Signature, common: Mapping[str, str]
 ) -> Task[Any]:
@@ -193,7 +200,7 @@ def _invoke_task(
     ]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # Invoke reads it
     texts = {each.name: each.help for each in signature.all if each.help} | dict(common)
-    return Task(
+    return _SharedTask(
         run,
         positional=[each.name for each in signature.all if each.required],
         iterable=[each.name for each in signature.all if each.repeated],
