@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,12 @@ def canonical_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
+def utc_text(seconds: float, unit: str = "milliseconds") -> str:
+    """Seconds since the epoch as ISO 8601 in UTC, down to this unit."""
+    moment = datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc)
+    return moment.isoformat(timespec=unit).replace("+00:00", "Z")
+
+
 def utc_now() -> str:
-    """Now, as ISO 8601 in UTC with milliseconds."""
-    return (
-        datetime.datetime.now(datetime.timezone.utc)
-        .isoformat(timespec="milliseconds")
-        .replace("+00:00", "Z")
-    )
+    """Now, down to milliseconds."""
+    return utc_text(time.time())

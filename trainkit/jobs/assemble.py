@@ -52,11 +52,6 @@ def _built_in(path: tuple[str, ...], values: Mapping[str, Any]) -> SourcedTable:
     return SourcedTable(BUILT_IN, path, entries)
 
 
-def _says_none(node: SourcedTable | SourcedValue | None) -> bool:
-    """Whether a reference takes away what a base refers to."""
-    return isinstance(node, SourcedValue) and node.value == "none"
-
-
 def _with_image(job: SourcedTable) -> SourcedTable:
     """`job` with its container's image named, where `build-container` makes one that jobs.toml
     does not name: only here the cluster's root is known."""
@@ -143,7 +138,8 @@ class TableBuilder:
             "name", SourcedValue(name, section.place, (*section.path, "name"))
         )
         section = absolute_paths(section, kind, self.root)
-        if kind == "jobs" and _says_none(section.entries.get("container")):
+        image = section.entries.get("container")  # "none" takes away what a base refers to
+        if kind == "jobs" and isinstance(image, SourcedValue) and image.value == "none":
             section = section.without("container")
         for refer, names, parts in ((self._refer, references, 1), (self._refer_all, groups, 2)):
             for key, other in names.items():

@@ -281,10 +281,10 @@ def _problem(found: ErrorDetails, spot: _Spot) -> Problem:
         allowed = _allowed(spot.field, context["expected"])
         return Problem(f"{key}: expected {allowed}, got {describe_value(value)}", spot.place)
     if kind in _BOUNDS:
-        bound, words = _BOUNDS[kind]
-        return Problem(
-            f"{key} = {value} must be {words} {_short(context[bound])}", spot.place, hint
-        )
+        name, words = _BOUNDS[kind]
+        bound = context[name]
+        said = f"{bound:g}" if isinstance(bound, float) else bound
+        return Problem(f"{key} = {value} must be {words} {said}", spot.place, hint)
     if kind == "string_pattern_mismatch":
         return Problem(
             f"{key}: {_toml(value)} does not match {context['pattern']}", spot.place, hint
@@ -417,10 +417,6 @@ def _allowed(field: FieldInfo | None, expected: str) -> str:
     if len(values) > 1:
         return " or ".join([", ".join(values[:-1]), values[-1]])
     return values[0]
-
-
-def _short(bound: Any) -> str:
-    return f"{bound:g}" if isinstance(bound, float) else str(bound)
 
 
 def _toml(value: Any) -> str:

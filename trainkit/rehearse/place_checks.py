@@ -270,8 +270,9 @@ def check_stages(scene: RehearsalScene) -> str:
         if need.announcement is not None and not verdict.fresh:
             need.announcement.check_space()
         if not verdict.fresh:
-            units = missing_units(need, stamps_folder(scene.root, need.stage), force=False)
-            stale.append(f"{need.stage} {need.name} ({_count(units)}) because {verdict.because}")
+            count = len(missing_units(need, stamps_folder(scene.root, need.stage), force=False))
+            units = "1 unit" if count == 1 else f"{count} units"
+            stale.append(f"{need.stage} {need.name} ({units}) because {verdict.because}")
     if stale and scene.options.no_stages:
         raise TrainkitError(
             "; ".join(stale),
@@ -282,10 +283,6 @@ def check_stages(scene: RehearsalScene) -> str:
     if stale:
         return f"{fresh} fresh; train would make first: {'; '.join(stale)}"
     return f"{fresh} fresh"
-
-
-def _count(units: Sequence[object]) -> str:
-    return f"{len(units)} unit{'' if len(units) == 1 else 's'}"
 
 
 def check_parser(scene: RehearsalScene) -> str:

@@ -5,7 +5,6 @@ maker/1)."""
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import time
@@ -13,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from trainkit.base.documents import document, read_document
+from trainkit.base.documents import document, read_document, utc_text
 from trainkit.base.errors import Exit
 from trainkit.base.files import write_json
 from trainkit.base.lazy_dataclasses import dataclass, replace
@@ -187,7 +186,8 @@ class RunRecord:
         run = self.run.id
         if self.state == "succeeded":
             return [*_uses_of_weights(self.run), f"invoke report {run}", "invoke tensorboard"]
-        if self.state in ("failed", "cancelled") and _was_not_prepared(self.run):
+        if self.state in ("failed", "cancelled") and not self.run.inputs.is_file():
+            # it ended before its stages were made: there is nothing to resume
             return [f"invoke why {run}", f"invoke train {self.run.job_name}"]
         if self.state == "failed":
             return [f"invoke why {run}", f"invoke resume {run}", f"invoke logs {run}"]
@@ -210,11 +210,6 @@ class RunRecord:
             next=self.next_tasks(),
             **{"class": self.failure_class},
         )
-
-
-def _was_not_prepared(run: RunFolder) -> bool:
-    """Whether a run ended before its stages were made: there is nothing to resume."""
-    return not run.inputs.is_file()
 
 
 def _uses_of_weights(run: RunFolder) -> list[str]:
@@ -292,7 +287,7 @@ def read_run_record(run: RunFolder) -> RunRecord:
 
 def _unknown(record: RunRecord, who: ProcessIdentity, since: float) -> RunRecord:
     """The record of a run whose supervisor is silent."""
-    moment = _iso(since)
+    moment = utc_text(since, "seconds")
     if is_alive(who):
         message = f"the supervisor (pid {who.pid} on {who.host}) hangs since {moment}"
     else:
@@ -387,12 +382,4 @@ def record_of_end(record: RunRecord, job: Mapping[str, str], ended: Mapping[str,
     )
     return replace(
         record, state="failed", exit=code, failure_class=kind, root_cause=cause, lost=False
-    )
-
-
-def _iso(seconds: float) -> str:
-    return (
-        datetime.datetime.fromtimestamp(seconds, datetime.UTC)
-        .isoformat(timespec="seconds")
-        .replace("+00:00", "Z")
     )

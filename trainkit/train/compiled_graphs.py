@@ -103,6 +103,7 @@ def graph_fields(job: Job) -> GraphFields:
         if key not in UNREAD and not isinstance(value, dict | list)
     }
     training = {f"training.{key}": getattr(job.training, key) for key in OF_TRAINING}
+    cxx = {**os.environ, **job.environment}.get("CXX", "g++")  # as torch takes it
     return {
         **shape,
         **training,
@@ -117,7 +118,7 @@ def graph_fields(job: Job) -> GraphFields:
         "torch": _version("torch"),
         "triton": _version("triton"),
         "python": platform.python_version(),
-        "compiler": _compiler(job) if job.cluster.device_type == "cpu" else "",
+        "compiler": _version_line(cxx) if job.cluster.device_type == "cpu" else "",
         **_of_compilers(job.environment),
     }
 
@@ -152,13 +153,9 @@ def _modules(path: Path) -> list[Path]:
     return [path] if path.is_file() else list(path.rglob("*.py"))
 
 
-def _compiler(job: Job) -> str:
-    """The first line of what the C++ compiler says it is; torch takes that of CXX, or g++."""
-    return _version_line({**os.environ, **job.environment}.get("CXX", "g++"))
-
-
 @functools.cache
 def _version_line(program: str) -> str:
+    """The first line of what a compiler says it is."""
     try:
         argv = [program, "--version"]
         done = subprocess.run(argv, capture_output=True, text=True, timeout=20, check=True)

@@ -127,17 +127,16 @@ def find_value(resolved: ResolvedJob, key: str) -> SourcedValue:
 def explain_value(key: str, found: SourcedValue) -> str:
     """Where a value comes from: one line per place that sets it."""
     layers = [found, *found.overrode]
-    values = [_assignment(key, layer.value) for layer in layers]
+    values = [
+        f"{key} is not set" if layer.value is None else f"{key} = {toml_value(layer.value)}"
+        for layer in layers
+    ]
     width = max(map(len, values))
     marks = ["", *["  overridden"] * (len(layers) - 1)]
     return "\n".join(
         f"{value:<{width}}  {layer.place}{mark}"
         for value, layer, mark in zip(values, layers, marks, strict=True)
     )
-
-
-def _assignment(key: str, value: object) -> str:
-    return f"{key} is not set" if value is None else f"{key} = {toml_value(value)}"
 
 
 def load_jobs(task: TaskContext) -> Jobs:

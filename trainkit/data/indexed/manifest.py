@@ -3,7 +3,7 @@ came from, and the sums of its files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainkit.base.documents import document
@@ -11,7 +11,7 @@ from trainkit.base.errors import ConfigError, Exit
 from trainkit.base.files import read_json, sha256_file, write_json
 from trainkit.base.lazy_dataclasses import asdict, dataclass, field
 from trainkit.base.records import Record
-from trainkit.data.curate.funnel import counts_of
+from trainkit.data.curate.funnel import added, counts_of
 from trainkit.data.indexed.paths import SCHEMA, bin_path, idx_path
 from trainkit.data.indexed.published import check_published
 from trainkit.data.sums import file_sum
@@ -48,14 +48,6 @@ def read_results(spec: MergeSpec) -> list[ShardResult]:
     return found
 
 
-def _sum(counters: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    total: dict[str, int] = {}
-    for counter in counters:
-        for reason, count in counter.items():
-            total[reason] = total.get(reason, 0) + count
-    return dict(sorted(total.items()))
-
-
 @dataclass(frozen=True)
 class DatasetTotals(Record):
     """Counts over all shards; `left_out`: {reason: documents}, `rejected`: {kind: lines},
@@ -85,9 +77,9 @@ def totals(shards: Sequence[ShardResult]) -> DatasetTotals:
         text_bytes=sum(shard.text_bytes for shard in tokens),
         lines=sum(shard.lines for shard in tokens),
         rejects=sum(shard.rejects for shard in tokens),
-        left_out=_sum([each.left_out for each in tokens] + [each.left_out for each in texts]),
-        rejected=_sum(shard.rejected for shard in tokens),
-        passed_over=_sum(shard.passed_over for shard in tokens),
+        left_out=added([each.left_out for each in tokens] + [each.left_out for each in texts]),
+        rejected=added(shard.rejected for shard in tokens),
+        passed_over=added(shard.passed_over for shard in tokens),
     )
 
 
@@ -149,7 +141,7 @@ def check_declared(name: str, declared: Mapping[str, int], shards: Sequence[Shar
 def check_drop(name: str, shards: Sequence[ShardResult]) -> None:
     """Raise ConfigError (exit 6) for a field of `drop` that no document has: what was to be left
     out would be there unnoticed."""
-    present = _sum(shard.tokens.drop_present for shard in shards)
+    present = added(shard.tokens.drop_present for shard in shards)
     missing = [path for path, count in present.items() if not count]
     if missing and any(shard.tokens.documents for shard in shards):
         raise ConfigError(
@@ -183,8 +175,10 @@ def _checksums(
     sums: list[FileChecksum] = []
     if spec.prefix is None:
         for given, shard in zip(spec.shards, shards, strict=True):
-            sums.append(_whole_file(bin_path(given.prefix), folder, shard.tokens.bin_xxh128))
-            sums.append(_whole_file(idx_path(given.prefix), folder, shard.tokens.idx_xxh128))
+            sums += (
+                _whole_file(bin_path(given.prefix), folder, shard.tokens.bin_xxh128),
+                _whole_file(idx_path(given.prefix), folder, shard.tokens.idx_xxh128),
+            )
         return sums
     merged = bin_path(spec.prefix)
     if spec.shuffle:

@@ -103,8 +103,10 @@ class SweepRecord:
         rates of the whole training. `job`: the member's."""
         sets = [*self.sets, *member.overrides]
         if self.rung is not None:
-            sets.append(f"training.train_iters={self.rung.step}")
-            sets.append(f"training.lr_decay_iters={job.training.decay_iters}")
+            sets += (
+                f"training.train_iters={self.rung.step}",
+                f"training.lr_decay_iters={job.training.decay_iters}",
+            )
         return sets
 
     def folder_of(self, member: Member) -> RunFolder | None:

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import datetime
+import time
 from pathlib import Path
 
-from trainkit.base.documents import read_document
+from trainkit.base.documents import read_document, utc_text
 from trainkit.base.errors import ConfigError
 from trainkit.base.files import write_json
 from trainkit.base.lazy_dataclasses import dataclass
@@ -41,16 +42,11 @@ def _path(root: Path, host: str) -> Path:
 
 def quarantine_host(root: Path, host: str, why: str, run: str, seconds: float) -> QuarantineEntry:
     """Leave `host` out of runs on this root for so many seconds from now."""
-    now = datetime.datetime.now(datetime.UTC)
-    found = QuarantineEntry(
-        host.lower(), _iso(now), _iso(now + datetime.timedelta(seconds=seconds)), why, run
-    )
+    now = time.time()
+    since, until = (utc_text(moment, "seconds") for moment in (now, now + seconds))
+    found = QuarantineEntry(host.lower(), since, until, why, run)
     write_json(_path(root, host), found.to_json())
     return found
-
-
-def _iso(time: datetime.datetime) -> str:
-    return time.isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 def read_quarantine(root: Path, now: datetime.datetime | None = None) -> dict[str, QuarantineEntry]:

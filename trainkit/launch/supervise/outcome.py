@@ -3,12 +3,12 @@ and from lost contacts."""
 
 from __future__ import annotations
 
-import datetime
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import cached_property
 
+from trainkit.base.documents import utc_text
 from trainkit.base.errors import Exit
 from trainkit.base.lazy_dataclasses import dataclass, field
 from trainkit.base.printable import printable
@@ -109,22 +109,13 @@ def signal_name(number: int) -> str:
     return f"signal {number}"
 
 
-def _iso_time(seconds: float) -> str:
-    """Seconds since the epoch as ISO 8601 in UTC."""
-    return (
-        datetime.datetime.fromtimestamp(seconds, datetime.UTC)
-        .isoformat(timespec="milliseconds")
-        .replace("+00:00", "Z")
-    )
-
-
 def _cause(end: RankExit) -> RootCause:
     cause: RootCause = {
         "rank": end.rank,
         "host": end.host,
         "code": end.code,
         "log": end.log,
-        "time": _iso_time(end.time),
+        "time": utc_text(end.time),
         "last": list(end.last),
     }
     if end.error:
@@ -245,7 +236,7 @@ def _judge_lost_contact(evidence: _Evidence) -> Outcome | None:
     cause: RootCause = {
         "host": gone.host,
         "message": f"contact with {gone.host} was lost: {gone.why}",
-        "time": _iso_time(gone.time),
+        "time": utc_text(gone.time),
         "exit": int(code),
         "class": "infra",
         "advice": (
