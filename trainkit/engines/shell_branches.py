@@ -29,6 +29,8 @@ _ARITHMETIC = re.compile(rf"\$\(\(({INNER})\)\)")
 _UNKNOWN = re.compile(
     rf"\$\({INNER}\)|`[^`]*`|\$\{{[^{{}}]*(?:\{{[^{{}}]*\}}[^{{}}]*)*\}}|\$(?:\w+|[@*#?$!-])?"
 )
+# a folder of the caller's, and {a,b} or {1..9}, which are several words
+_SHELLS_OWN = re.compile(r"(?<!\S)~\S*|(?<!\$)\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
 # a command in double quotes has quotes of its own
 QUOTED = rf"""'[^']*'|"(?:[^"\\`$]|\\.|`[^`]*`|\$\({INNER}\)|\$)*+\""""
 _QUOTE = re.compile(rf"{QUOTED}|\\.", re.DOTALL)
@@ -74,6 +76,10 @@ PRINTS = ("echo", "printf")
 DECLARES = ("export", "local", "readonly", "declare", "typeset")
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 OPENS = ("if", "for", "while", "until", "case")
+_ASKS = ("!", "command", "false", "grep", "hash", "type", "which")  # often of no success
+# begin the commands of a function that is called, and of one that is not: no shell's words
+CALL = "call {"
+UNCALLED = "function "
 _ARMS_END = (";;", ";&", ";;&")
 _READ = "only running it tells; all that depends on it was read, one after the other"
 # NAME++, --NAME, NAME=3, NAME*=3
@@ -150,7 +156,7 @@ def _decided(words: Sequence[str], variables: Mapping[str, str]) -> bool | None:
     if len(inner) == len(words):
         return None
     if inner[:1] == ["!"]:
-        found = _decided(["test", *inner[1:]], variables)
+        found = _decided(["[[" if "[[" in words else "test", *inner[1:]], variables)
         return None if found is None else not found
     if inner[:1] == ["-v"] and len(inner) == 2:
         return inner[1] in variables
@@ -165,6 +171,9 @@ def _decided(words: Sequence[str], variables: Mapping[str, str]) -> bool | None:
         return (said[1] == "") == (said[0] == "-z")
     if len(said) != 3 or said[1] not in _COMPARED:
         return None
+    if "[[" in words and said[1] in ("=", "==", "!="):
+        found = _matches(said[0], _VARIABLE.sub(lambda match: _given(match, known), inner[2]))
+        return None if found is None else found == (said[1] != "!=")
     try:
         return _COMPARED[said[1]](said[0], said[2])
     except ValueError:
@@ -204,16 +213,21 @@ def _bare(match: re.Match[str]) -> str:
     piece = match[0]
     if piece.startswith("\\"):
         return piece[1:]
-    inner = piece[1:-1].replace("\\\n", " ")
-    return inner if piece.startswith("'") else re.sub(r'\\([$`"\\])', r"\1", inner)
+    if piece.startswith("'"):
+        return piece[1:-1].replace("\\\n", " ")
+    return re.sub(r'\\(?:\n|([$`"\\]))', r"\1", piece[1:-1])
 
 
 def expanded(word: str, variables: Mapping[str, str], unknown: list[str]) -> list[str]:
     """One word of a command as the program gets it: none, one or several. What the script does
     not say of it is added to `unknown`."""
-    if word.startswith("'") and word.endswith("'"):
+    if re.fullmatch("'[^']*'", word):
         return [word[1:-1]]
     whole = _VARIABLE.fullmatch(word.strip('"'))
+    if whole and word.startswith('"') and "[" not in word:  # quotes in its value are its own
+        value = _value(whole, variables)
+        if "$" not in value and "`" not in value:
+            return [value]
     text = elements(word)
     for _ in range(DEEPEST):
         new = substituted(text, variables)
@@ -222,6 +236,7 @@ def expanded(word: str, variables: Mapping[str, str], unknown: list[str]) -> lis
         text = new
     text = computed(text, variables)
     unknown += [match[0] for match in _UNKNOWN.finditer(text)]
+    unknown += _SHELLS_OWN.findall(_QUOTE.sub("", text))
     if whole or "$" in word:
         try:
             return shlex.split(text)
@@ -373,7 +388,22 @@ class Branches:
         skipped = self._skipped(before, words, variables)
         if self._sets(words):
             self.notes |= {each.why: None for each in (*self.open, self.line) if each.why}
+        if words[0] == "return" and not skipped:
+            self._return(before)
         return () if skipped else words
+
+    def in_patterns(self) -> bool:
+        """Whether the patterns of an arm of `case` are being read."""
+        return bool(self.open) and self.open[-1].patterns is not None
+
+    def _return(self, before: str) -> None:
+        """Leave out what is left of the function, where it is sure that it ends here."""
+        calls = [at for at, branch in enumerate(self.open) if branch.condition == CALL]
+        inner = self.open[calls[-1] :] if calls else []
+        stopped = before in ("&&", "||") and self.line.now is None
+        for branch in inner if not stopped and all(each.now for each in inner) else ():
+            branch.now = False
+            branch.done = True
 
     def _is_pattern(self, before: str, words: Sequence[str]) -> bool:
         """Whether these words belong to the patterns of a `case`, which are decided at their )."""
@@ -387,8 +417,7 @@ class Branches:
             return False
         if before == ")":
             branch.begin_arm()
-            return False
-        # @(a|b) is no pattern that is understood
+            return False  # @(a|b) is no pattern that is understood
         branch.patterns += ["$"] if before == "(" and branch.patterns else words
         return True
 
@@ -411,7 +440,7 @@ class Branches:
             self.asking = True
         elif first in ("then", "do"):
             self.asking = False
-        elif first in ("{", "}"):
+        elif first in ("{", "}", CALL) or first.startswith(UNCALLED):
             self._group(before, first)
         else:
             return self._ended(first)
@@ -432,13 +461,16 @@ class Branches:
 
     def _group(self, before: str, word: str) -> None:
         """{ and its }: one command, as && and || see it."""
-        if word == "{":
+        if word != "}":
             if before not in ("&&", "||"):
                 self.line = _Branch(now=True)
             taken: bool | None = None if self.line.now is None else True
             if self.line.now is (before == "||"):
                 taken = False
-            self.open.append(_Branch(now=taken, why=self.line.why, line=self.line))
+            why = self.line.why
+            if word.startswith(UNCALLED):
+                why = f"{word[:-1]}: nothing calls it by its name; it was read where it stands"
+            self.open.append(_Branch(taken, condition=word, why=why, line=self.line))
         elif self.open and (line := self.open[-1].line) is not None:
             self.open.pop()
             self.line = line
@@ -450,7 +482,7 @@ class Branches:
             self.line = _Branch()
         elif self.line.now is (before == "||"):
             return True
-        if _is_condition(words[0]):
+        if _is_condition(words[0]) or words[0] in _ASKS:
             self.line.ask("", words, variables)
         elif before not in ("&&", "||"):
             self.line.now = True  # a command is taken to succeed
@@ -463,6 +495,6 @@ class Branches:
         """Whether a command gives a variable its value, or is the one that is looked for."""
         if words[0] in PRINTS:
             return False
-        gives = words[0] in (*DECLARES, ":", "let") or ASSIGNMENT.fullmatch(words[0])
+        gives = words[0] in (*DECLARES, ":", "let", "return") or ASSIGNMENT.fullmatch(words[0])
         works = words[0].startswith("((") and not _is_condition(words[0])
         return bool(gives) or works or any(self.script in each for each in words)

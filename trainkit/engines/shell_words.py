@@ -21,12 +21,14 @@ from trainkit.base.errors import ConfigError
 from trainkit.base.lazy_dataclasses import dataclass, field
 from trainkit.engines.shell_branches import (
     ASSIGNMENT,
+    CALL,
     DECLARES,
     INNER,
     LONGEST,
     OPENS,
     PRINTS,
     QUOTED,
+    UNCALLED,
     Branches,
     calculate,
     computed,
@@ -41,7 +43,7 @@ _DEFAULT = re.compile(r"[\"']?\$\{([A-Za-z_]\w*):?=(.*)\}[\"']?", re.DOTALL)
 _PIECE = re.compile(rf"{QUOTED}|(?P<comment>(?<![^\s;])\#[^\n]*)|\\.|.", re.DOTALL)
 _NESTED = rf"\$\({INNER}\)|\$\{{[^{{}}]*(?:\{{[^{{}}]*\}}[^{{}}]*)*\}}|`[^`]*`"
 _TOKEN = re.compile(
-    r"(?P<join>\\\n)|(?P<redirect>(?<!\S)\d(?=[<>]))"
+    r"(?P<join>\\\n)|(?P<redirect>(?:(?<!\S)\d)?(?:&>>?|>>|[<>]&|>\||<<<|<<-?|<>|[<>](?!\()))"
     rf"|(?P<word>\(\({INNER}\)\)|(?:{QUOTED}|{_NESTED}"
     rf"|(?<==)\((?:{QUOTED}|{_NESTED}|[^()'\"])*+\)|\\[^\n]|[^\s;|&<>()'\"`\\])+)"
     r"|(?P<end>\n|;;&|;;|;&|&&|\|\||[;|&<>()])",
@@ -63,6 +65,9 @@ _HERE_DOCUMENT = re.compile(
     r"^([^#\n]*)(?<!<)<<-?[ \t]*(['\"]?)(\w+)\2([^\n]*\n)((?:.*\n)*?)\t*\3$", re.MULTILINE
 )
 _NUMBERED = "123456789"
+_FOR_ENV = re.compile(r"[A-Z][A-Z0-9_]*=")  # env NAME=value torchrun, mpirun -x NAME=value
+# what gives NAME no value, or one that only running tells
+_TAKES_AWAY = (["unset"], ["read"], ["printf"], ["mapfile"], ["readarray"])
 _Read = tuple[str, list[str]]  # what stands before a command, such as && or ;, and its words
 
 
@@ -132,25 +137,28 @@ def find_command(
         lambda match: match[0] if script in match[5] else match[1] + match[4], text
     )
     rest, functions = _functions(list(_commands(plain)))
+    outer: list[dict[str, str]] = []  # variables outside of each open (
     for before, every in _followed(rest, functions, variables):
+        if not branches.in_patterns():
+            _cross(before, outer, variables)
         words = branches.within(before, every, variables)
+        words = ["export", *words[2:]] if words[:2] == ["declare", "-x"] else words
         branches.notes |= dict.fromkeys(calculate(words, variables))
         kept = dict(variables)
         command = _assigned(words, variables)
         names = _exported_names(words, for_command=bool(command))
-        if cut := _cut(command, variables, script):
+        if cut := _cut(command, kept, script):  # what stands in front is not its words' yet
             cut.environment = _values([*exported, *names], variables)
+            given = [word.split("=", 1) for word in cut.before if _FOR_ENV.match(word)]
+            cut.environment |= dict(given)
             found = cut
             times += 1
         elif words[:1] == ["export"]:
             exported |= dict.fromkeys(names)
-        elif words[:1] == ["unset"]:
-            for name in words[1:]:
+        elif command[:1] in _TAKES_AWAY:
+            for name in command[1:]:
                 variables.pop(name, None)
-        elif words[:1] in (["source"], ["."]):
-            branches.notes[f"{' '.join(words)}: that file was not read"] = None
-        elif _INTEGER.fullmatch(" ".join(words[:2])):
-            branches.notes[f"{' '.join(words)}: read as text, not worked out"] = None
+        branches.notes |= dict.fromkeys(_unread(words))
         if words[:1] != ["export"]:  # NAME=value in front of a command is for it alone
             for name in names:
                 variables.pop(name, None)
@@ -179,6 +187,26 @@ def command_of(path: Path, script: str, caller: Mapping[str, str]) -> ShellComma
     if command is None:
         raise ConfigError(f"nothing in {path} runs {script}", hint="give the script that does")
     return command
+
+
+def _cross(before: str, outer: list[dict[str, str]], variables: dict[str, str]) -> None:
+    """Begin a subshell, or end it: what it set is gone then."""
+    if before == "(":
+        outer.append(dict(variables))
+    elif before == ")" and outer:
+        variables.clear()
+        variables |= outer.pop()
+
+
+def _unread(words: Sequence[str]) -> list[str]:
+    """A line for what a command has from elsewhere than the script."""
+    if names := " ".join(word for word in words[1:] if words[0] == "export" and word[0] in '$`"'):
+        return [f"export {names}: what it names was not read"]
+    if words[:1] in (["source"], ["."]):
+        return [f"{' '.join(words)}: that file was not read"]
+    if _INTEGER.fullmatch(" ".join(words[:2])):
+        return [f"{' '.join(words)}: read as text, not worked out"]
+    return []
 
 
 def _exported_names(words: Sequence[str], *, for_command: bool) -> list[str]:
@@ -216,7 +244,7 @@ def _cut(words: list[str], variables: Mapping[str, str], script: str) -> ShellCo
 
 
 def _options(word: str) -> list[str]:
-    if word.startswith("--") and " " in word:
+    if re.match(r"--[\w-]+ ", word):
         return [each.strip("'\"") for each in word.split()]
     return [word]
 
@@ -227,10 +255,14 @@ def _commands(text: str) -> Iterator[_Read]:
     those of TEXT. In front of a function's { stands the command `function NAME`."""
     before = "\n"
     words: list[str] = []
+    aimed = False  # whether the next word is a file, behind > or <
     for match in _TOKEN.finditer(_FUNCTION.sub(r"\1function \2\3\n{", _without_comments(text))):
         kind = match.lastgroup
-        if kind == "word":
-            words.append(match[0])
+        if kind == "redirect" and ("[[" not in words or "]]" in words):
+            aimed = True
+        elif kind in ("word", "redirect"):
+            words += [] if aimed else [match[0]]
+            aimed = False
         elif kind == "end" and (words or match[0] != "\n" or before not in ("&&", "||", "|")):
             yield from _opened_shell(before, words)
             before = match[0]
@@ -249,6 +281,9 @@ def _opened_shell(before: str, words: list[str]) -> Iterator[_Read]:
         return
     else:
         text = unquoted(words[at + 2])
+        if given := [word for word in words[start:at] if ASSIGNMENT.fullmatch(word)]:
+            yield before, [*words[:start], "export", *given]
+            start = 0
     for number, (inside, inner) in enumerate(_commands(text)):
         yield (inside, inner) if number else (before, [*words[:start], *inner])
 
@@ -258,17 +293,26 @@ def _start(words: Sequence[str]) -> int:
     return sum(1 for _ in itertools.takewhile(lambda word: word in _BEFORE_A_COMMAND, words))
 
 
+def _without_assignments(words: Sequence[str]) -> list[str]:
+    return [*itertools.dropwhile(ASSIGNMENT.fullmatch, words[_start(words) :])]
+
+
 def _functions(commands: list[_Read]) -> tuple[list[_Read], dict[str, list[_Read]]]:
     """A script without the functions that it calls by their names, and these."""
-    called = {word for _, words in commands for word in words[_start(words) :][:1]}
+    called = {word for _, words in commands for word in _without_assignments(words)[:1]}
     rest: list[_Read] = []
     found: dict[str, list[_Read]] = {}
     body = rest
+    name = ""  # of the function whose { comes now
     depth = 0
     for before, words in commands:
         if words[:1] == ["function"] and not depth:  # its { comes next
-            body = found.setdefault(words[-1], []) if words[-1] in called else rest
+            name = words[-1]
+            body = found.setdefault(name, []) if name in called else rest
             continue
+        if name and body is rest:
+            words = [f"{UNCALLED}{name}{{", *words[1:]]
+        name = ""
         if body is not rest:  # JSON in a text has braces too
             depth += "{" in (*words[:1], *words[-1:])
             depth -= words[:1] in (["}"], ["},"])
@@ -285,18 +329,21 @@ def _followed(
     `variables` between two of them."""
     for before, words in commands:
         start = _start(words)
-        name = "".join(words[start : start + 1])
+        call = _without_assignments(words)
+        name = "".join(call[:1])
         if name not in functions:
             yield before, words
             continue
         given = [
             f'"{each}"' if "$" in each or "`" in each else shlex.quote(each)
-            for word in words[start + 1 :]
+            for word in call[1:]
             for each in expanded(word, variables, [])
         ]
         others = {each: body for each, body in functions.items() if each != name}
-        yield before, [*words[:start], "{"]
-        yield from _followed(_body(functions[name], given, variables), others, variables)
+        yield before, [*words[:start], CALL]
+        in_front = words[start : len(words) - len(call)]  # for the call alone
+        body = [(";", ["declare", "-x", *in_front]), *functions[name]]
+        yield from _followed(_body(body[not in_front :], given, variables), others, variables)
         yield ";", ["}"]
 
 

@@ -285,8 +285,8 @@ def test_words_are_those_that_bash_passes(tmp_path: Path, text: str) -> None:
         ("LR=3; let A[0]=2", "`A[0]=2`: this arithmetic was not worked out"),
         (f"LR=3; (( N = {'+'.join('1' * 9999)} ))", "was not worked out"),
         ("declare -i N=1; LR=3", "declare -i N=1: read as text, not worked out"),
-        ("f() {\n LR=2\n}\nLR=3; srun f", ""),
-        ("f() {\n LR=2; ${X\n}\nLR=3", ""),
+        ("f() {\n LR=2\n}\nLR=3; srun f", "function f: nothing calls it by its name"),
+        ("f() {\n LR=2; ${X\n}\nLR=3", "function f: nothing calls it by its name"),
         ("LR=3; shift; X=${LR%0}; A=($@)", ""),
     ],
 )

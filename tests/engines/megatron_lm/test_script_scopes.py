@@ -1,0 +1,90 @@
+"""What a script sets for a part of itself alone, and what of it only a shell makes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from trainkit.engines.shell_words import ShellCommand, find_command
+
+RUN = "torchrun pretrain_gpt.py"
+PROGRAM = """#!/usr/bin/env python3
+import json, os, sys
+with open(os.environ["OUT"], "w") as file:
+    json.dump([sys.argv[2:], dict(os.environ)], file)
+"""
+
+
+def read(text: str) -> ShellCommand:
+    command = find_command(text, "pretrain_gpt.py")
+    assert command is not None
+    return command
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"A=1; (A=5); {RUN} --a $A",
+        f"A=1; (case $A in 1) A=5;; (2) A=6;; esac; A=7); {RUN} --a $A",
+        f"(A=b; case $A in a) B=1;; b) B=2;; esac; {RUN} --b $B)",
+        f"A=1; A=7 {RUN} --a $A",
+        f'A=1; f() {{ {RUN} --a $A "$@"; }}; A=5 f --b $A',
+        f"export A=1; f() {{ A=9; }}; A=5 f; {RUN} --a $A",
+        f"A=1; A=7 bash -c '{RUN} --a $A'",
+        f"{RUN} --a 1 > out --b 2 2>&1 < /dev/null --c a1>>out --d &> out",
+        f"A=1; read A <<< 1; {RUN} --b 2",
+        f"{RUN} --a=\"b c\" --d 'e'\"f\"'g'",
+        f'A=\'{{"a": 1, "b": "it\'\\\'\'s"}}\'; {RUN} --a "$A" --b "${{A}}"',
+        f'{RUN} --a "b,\\\nc"',
+        f"A=b; [[ $A == a* ]] && B=1 || B=2; [[ ! $A != b* ]] && C=1 || C=2; {RUN} $B $C",
+        f'A="b*"; [[ bcd == $A ]] && B=1 || B=2; [[ bcd = "$A" ]] && C=1 || C=2; {RUN} $B $C',
+        f"A=1; f() {{ A=2; return; A=3; }}; f; {RUN} --a $A",
+        f"f() {{ A=$1; if [ $1 = 2 ]; then return; else A=4; fi; A=3; }}; f 2; {RUN} --a $A",
+        f"f() {{ A=1; [ $1 = 2 ] && return; A=3; }}; f 3; B=$A; f 2; {RUN} --a $A --b $B",
+        f"f() {{ return; }}; g() {{ f; A=3; }}; A=1; g; {RUN} --a $A",
+    ],
+)
+def test_a_scope_ends_where_bash_ends_it(tmp_path: Path, text: str) -> None:
+    """bash itself runs the script, with a program that writes down its words."""
+    program = tmp_path / "torchrun"
+    program.write_text(PROGRAM)
+    program.chmod(0o755)
+    out = tmp_path / "words.json"
+    caller = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(out)}
+    subprocess.run(["bash", "-c", text], env=caller, cwd=tmp_path, check=True)
+    words, environment = json.loads(out.read_text())
+    command = read(text)
+    assert command.words == words
+    assert {name: environment.get(name) for name in command.environment} == command.environment
+    assert not command.notes and not command.unknown
+
+
+def test_variables_of_a_launcher_are_the_commands() -> None:
+    text = 'declare -x A=1\nA2=4 env B=2 C="x y" torchrun --rdzv_conf timeout=9 pretrain_gpt.py'
+    assert read(text).environment == {"A": "1", "A2": "4", "B": "2", "C": "x y"}
+    text = "NCCL_DEBUG=INFO srun bash -c 'torchrun pretrain_gpt.py'"
+    assert read(text).environment == {"NCCL_DEBUG": "INFO"}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a7() { A=7; }; a8() { A=8; }; $F", "function a8: nothing calls it by its name"),
+        ("f() { if [ -f x ]; then return; fi; A=1; }; f", "`[ -f x ]`: only running it tells"),
+        ("command -v nvidia-smi && A=1", "`command -v nvidia-smi`: only running it tells"),
+        ("A=1; ! true || A=2", "`! true`: only running it tells"),
+        ("[[ 10 > 9 ]] && A=1", "`[[ 10 > 9 ]]`: only running it tells"),
+        ("export $(cat .env)", "export $(cat .env): what it names was not read"),
+        ("A=1; read -r A < file", "${A[@]}"),
+        ("A=1; printf -v A %d 3", "${A[@]}"),
+        ("A=~/data", "~/data"),
+        ("A=(/d/part_{0..3})", "{0..3}"),
+    ],
+)
+def test_what_only_a_shell_tells_is_said(text: str, said: str) -> None:
+    command = read(f"{text}\n{RUN} --a ${{A[@]}}\n")
+    assert any(said in line for line in (*command.notes, *command.unknown))
