@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from contextlib import suppress
 
 from trainkit.base.errors import ConfigError
 from trainkit.base.lazy_dataclasses import dataclass, field
 
 LARGEST = 2**62  # of a whole number
+
+
+def number_of(key: str, found: object) -> float:
+    """A value that is to be a finite number. Raises ConfigError for anything else."""
+    with suppress(ValueError):
+        if math.isfinite(number := float(str(found))):
+            return number
+    raise ConfigError(f"{key} = {found!r}: a number is needed here")
 
 
 @dataclass
@@ -66,12 +76,7 @@ class Given:
     def number(self, key: str) -> float | None:
         """Take a number; YAML 1.1 reads 1e-8 as a text. Raises ConfigError for anything else."""
         found = self.take(key)
-        if found is None:
-            return None
-        try:
-            return float(str(found))
-        except ValueError:
-            raise ConfigError(f"{key} = {found!r}: a number is needed here") from None
+        return None if found is None else number_of(key, found)
 
     def flag(self, key: str) -> bool:
         """Take true or false; null is false. Raises ConfigError for anything else."""

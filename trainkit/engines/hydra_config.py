@@ -57,7 +57,7 @@ def parse_yaml(text: str, place: str) -> dict[str, object]:
     import yaml  # 20 ms, for one task
 
     class ConfigLoader(yaml.SafeLoader):  # type: ignore[misc]
-        """With OmegaConf's numbers, and without keys that are there twice."""
+        """With OmegaConf's numbers, and without dates and keys that are there twice."""
 
     def table(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[object, object]:
         keys = [loader.construct_object(key) for key, _ in node.value]
@@ -67,6 +67,10 @@ def parse_yaml(text: str, place: str) -> dict[str, object]:
         loader.flatten_mapping(node)
         return dict(loader.construct_pairs(node, deep=True))
 
+    ConfigLoader.yaml_implicit_resolvers = {
+        first: [each for each in found if each[0] != "tag:yaml.org,2002:timestamp"]
+        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
     ConfigLoader.add_implicit_resolver(
         "tag:yaml.org,2002:float", re.compile(f"^{_FLOAT}$", re.VERBOSE), list("-+0123456789.")
     )

@@ -16,7 +16,8 @@ from trainkit.base.errors import ConfigError
 from trainkit.engines.gpt_neox.arguments import Values, both_configurations, decode, encode, resolve
 from trainkit.engines.gpt_neox.config import NeoxData, neox_config, yaml_text
 from trainkit.engines.gpt_neox.engine import GptNeox
-from trainkit.engines.gpt_neox.import_yaml import import_neox, read_yaml
+from trainkit.engines.gpt_neox.import_yaml import import_neox
+from trainkit.engines.hydra_config import read_config
 from trainkit.engines.imported import ImportRequest
 from trainkit.jobs.load import Jobs, load
 from trainkit.jobs.schema import Job
@@ -187,14 +188,38 @@ MINIMAL = (
 )
 BAD: Sequence[tuple[str, str]] = [
     ("{", "is not YAML"),
-    ("[1, 2]", "is not a table of gpt-neox's options"),
+    ("[1, 2]", "is not a table of names"),
     ('{"train_iters": 3}', "no num_layers"),
     (MINIMAL.replace('"train_iters"', '"train_epochs"'), "give no train_iters"),
     (MINIMAL.replace("}", ', "norm": "scalenorm"}'), "no family of models has norm"),
     (MINIMAL.replace("}", ', "precision": "fp8"}'), "precision = 'fp8' is none of"),
     (MINIMAL.replace("}", ', "optimizer": 3}'), "optimizer = 3: a table is needed"),
     (MINIMAL.replace("}", ', "min_lr": "low"}'), "min_lr = 'low': a number is needed"),
+    (MINIMAL.replace("}", ', "min_lr": .nan}'), "min_lr = nan: a number is needed"),
+    (MINIMAL.replace("}", ', "min_lr": 0, "num_layers": 3}'), "has num_layers twice in one table"),
+    *(
+        (MINIMAL.replace("}", f', "optimizer": {{"params": {params}}}}}'), f"optimizer.{said}")
+        for params, said in [
+            ("[1]", r"params = \[1\]: a table"),
+            ("{lr: null}", "params.lr = None: a number"),
+            ("{eps: x}", "params.eps = 'x': a number"),
+            ("{betas: [0.9]}", r"params.betas = \[0.9\]: two numbers"),
+            ("{betas: [a, b]}", "params.betas = 'a': a number"),
+        ]
+    ),
+    (MINIMAL.replace("}", ', "fp16": {enabled: true, hysteresis: x}}'), "fp16.hysteresis = 'x'"),
+    *(
+        (MINIMAL.replace("}", f', "attention_config": [{part}]}}'), "and the model has 2")
+        for part in ("5", "[[global], x]", "[[], all]", "[[global], 99999999999]")
+    ),
 ]
+
+
+def test_a_date_is_a_text(tmp_path: Path) -> None:
+    """As a group of W&B may be called."""
+    path = tmp_path / "dated.yml"
+    path.write_text(MINIMAL.replace("}", ', "use_wandb": true, "wandb_group": 2024-01-31}'))
+    assert import_neox([path], "x").job["wandb"] == {"project": "neox", "group": "2024-01-31"}
 
 
 @pytest.mark.parametrize(("text", "said"), BAD)
@@ -277,7 +302,7 @@ def test_the_encoded_words_are_those_of_its_own_launcher(
         assert isinstance(told, list)
         config: dict[str, object] = {"global_num_gpus": 96}
         for path in files:
-            config |= {key.replace("-", "_"): each for key, each in read_yaml(path).items()}
+            config |= {key.replace("-", "_"): each for key, each in read_config(path).items()}
         texts = {path.name: path.read_text() for path in files}
         assert both_configurations(config, table, texts) == (decode(told[-3]), decode(told[-1]))
         equal += 1
@@ -364,7 +389,7 @@ def test_its_stock_files_become_jobs_that_say_the_same(tmp_path: Path, real: Rea
             continue
         config: dict[str, object] = {"global_num_gpus": 96}
         for each in files:
-            config |= {key.replace("-", "_"): value for key, value in read_yaml(each).items()}
+            config |= {key.replace("-", "_"): value for key, value in read_config(each).items()}
         table = GptNeox().known_table(job)
         defaults = {option.name: option.default for option in table.options.values()}
         theirs = resolve(config, defaults)

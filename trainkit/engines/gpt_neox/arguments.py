@@ -15,6 +15,7 @@ import base64
 import copy
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 
 from trainkit.base.errors import ConfigError
 from trainkit.engines.options import OptionTable
@@ -314,12 +315,13 @@ def attention_kinds(pattern: object, layers: int) -> list[str]:
     [[["global", "local"], 2]] (expand_attention_types). Raises ConfigError for another form, or
     another number of layers."""
     kinds: list[str] = []
-    for part in pattern if isinstance(pattern, list) else []:
-        names, times = ([part], 1) if isinstance(part, str) else part
-        if times == "all":
-            kinds = names * (layers // len(names))
-            break
-        kinds += names * times
+    with suppress(TypeError, ValueError, ZeroDivisionError):
+        for part in pattern if isinstance(pattern, list) else []:
+            names, times = ([part], 1) if isinstance(part, str) else part
+            if times == "all":
+                kinds = names * (layers // len(names))
+                break
+            kinds += names * min(times, layers + 1)
     if len(kinds) != layers:
         raise ConfigError(
             f"gpt-neox: attention_config = {pattern!r} is for {len(kinds)} layers, and the model"

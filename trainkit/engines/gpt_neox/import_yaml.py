@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trainkit.base.errors import ConfigError
 from trainkit.base.lazy_dataclasses import dataclass
-from trainkit.engines.given import Given
+from trainkit.engines.given import Given, number_of
 from trainkit.engines.gpt_neox.arguments import ZERO_DEFAULTS, attention_kinds
 from trainkit.engines.gpt_neox.config import (
     BUCKET_ELEMENTS,
@@ -20,6 +20,7 @@ from trainkit.engines.gpt_neox.config import (
     SAID_BY_THE_JOB,
     SAID_IN_TABLES,
 )
+from trainkit.engines.hydra_config import read_config
 from trainkit.engines.imported import ImportedJob
 from trainkit.engines.options import load_table, tables_of
 from trainkit.families import FAMILIES
@@ -50,7 +51,7 @@ class NeoxValues(Given):
         given: dict[str, object] = {}
         places: dict[str, Path] = {}
         for path in paths:
-            for key, value in read_yaml(path).items():
+            for key, value in read_config(path).items():
                 name = key.replace("-", "_")
                 if name in given:
                     raise ConfigError(
@@ -68,22 +69,6 @@ class NeoxValues(Given):
             )
         values.layers = layers
         return values
-
-
-def read_yaml(path: Path) -> dict[str, object]:
-    """One configuration file. Raises ConfigError: it cannot be read, or is not a table of names."""
-    import yaml  # 20 ms, for one task
-
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        where = " ".join(str(error).split())
-        raise ConfigError(f"{path} is not YAML: {where}") from None
-    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
-        raise ConfigError(f"{path} is not a table of gpt-neox's options")
-    return found
 
 
 # (norm, activation, pos_emb): the family
@@ -318,15 +303,16 @@ def _batch(values: NeoxValues) -> dict[str, object]:
 
 def _optimizer(values: NeoxValues) -> dict[str, object]:
     optimizer = values.table("optimizer") or {"type": "Adam"}
-    given = optimizer.pop("params", {})
-    params = dict(given) if isinstance(given, Mapping) else {}
-    betas = params.pop("betas", (0.9, 0.999))
-    assert isinstance(betas, Sequence)
+    values.given["optimizer.params"] = optimizer.pop("params", None)
+    params = values.table("optimizer.params") or {}
+    betas = params.pop("betas", [0.9, 0.999])
+    if not isinstance(betas, list) or len(betas) != 2:
+        raise ConfigError(f"optimizer.params.betas = {betas!r}: two numbers are needed here")
     found: dict[str, object] = {
-        "lr": float(str(params.pop("lr", 0.001))),
-        "adam_beta1": float(betas[0]),
-        "adam_beta2": float(betas[1]),
-        "adam_eps": float(str(params.pop("eps", 1e-8))),
+        "lr": number_of("optimizer.params.lr", params.pop("lr", 0.001)),
+        "adam_beta1": number_of("optimizer.params.betas", betas[0]),
+        "adam_beta2": number_of("optimizer.params.betas", betas[1]),
+        "adam_eps": number_of("optimizer.params.eps", params.pop("eps", 1e-8)),
         "weight_decay": values.number("weight_decay"),
         "clip_grad": values.number("gradient_clipping"),
     }
@@ -395,7 +381,9 @@ def _precision(values: NeoxValues) -> dict[str, object]:
 
 def _loss_scale(fp16: dict[str, object]) -> dict[str, object]:
     """Take the loss scale out of DeepSpeed's block."""
-    numbers = {key: float(str(fp16.pop(key, usual))) for key, usual in FP16_DEFAULTS.items()}
+    numbers = {
+        key: number_of(f"fp16.{key}", fp16.pop(key, usual)) for key, usual in FP16_DEFAULTS.items()
+    }
     for key, usual in (("fp16", True), ("type", "fp16")):
         if fp16.get(key) == usual:  # DeepSpeed reads neither
             del fp16[key]
