@@ -64,6 +64,11 @@ def test_what_cannot_be_imported_is_said(project: Project, tmp_path: Path) -> No
     assert "megatron-lm" in engine
 
 
+def test_a_file_whose_tables_are_too_deep(project: Project) -> None:
+    (project.path / "deep.yml").write_text("num_layers: 2\nx: " + "[" * 5000)
+    assert "tables are too deep" in project.invoke("import", "deep.yml", exit=3).stderr
+
+
 def test_a_configuration_of_nemo(project: Project) -> None:
     """The engine is seen by the file; words after it are the launcher's."""
     text = "trainer: {num_nodes: 2, max_steps: 20, val_check_interval: 10, limit_val_batches: 2,\n"

@@ -71,6 +71,12 @@ nothing: null
     assert type(found["model.hidden"]) is type(found["model.same"]) is int
 
 
+def test_a_table_may_be_merged_into_another() -> None:
+    """As OmegaConf's reader has it: what stands in a table itself counts."""
+    found = leaves("a: &a {b: 1, c: 2}\nd:\n  <<: *a\n  c: 3\n  day: 2024-01-31\n")
+    assert found == {"a.b": 1, "a.c": 2, "d.b": 1, "d.c": 3, "d.day": "2024-01-31"}
+
+
 def test_what_is_not_said_is_known_as_such() -> None:
     text = "a: ${b}/x\nb: ${c}\nc: ???\nd: ${nowhere.at_all}\ne: [1, '${oc.env:HOME}']\n"
     found = leaves(text)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import operator
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -60,10 +61,10 @@ def parse_yaml(text: str, place: str) -> dict[str, object]:
         """With OmegaConf's numbers, and without dates and keys that are there twice."""
 
     def table(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[object, object]:
-        keys = [loader.construct_object(key) for key, _ in node.value]
-        twice = [key for at, key in enumerate(keys) if key in keys[:at]]
-        if twice:
-            raise ConfigError(f"{place} has {twice[0]} twice in one table")
+        keys = Counter(str(key.value) for key, _ in node.value)
+        for key, times in keys.most_common(1):
+            if times > 1:
+                raise ConfigError(f"{place} has {key} twice in one table")
         loader.flatten_mapping(node)
         return dict(loader.construct_pairs(node, deep=True))
 

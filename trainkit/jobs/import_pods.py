@@ -56,7 +56,7 @@ def read_manifest(path: Path) -> PodManifest | None:
 
     try:
         documents = list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
         return None  # the next that reads it says why
     found = [each for each in documents if isinstance(each, dict) and each.get("kind") in KINDS]
     if not found:

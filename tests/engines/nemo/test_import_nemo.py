@@ -266,7 +266,12 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     lone.write_text(path.read_text())
     with pytest.raises(ConfigError, match="data_dir, which is not there"):
         import_nemo(lone, [], "", "")
-    assert import_nemo(lone, [f"+data_dir={DATA}"], "", "").model["num_layers"] == 12
+    words = [f"+data_dir={DATA}", "+restore_from_path=/w"]
+    imported = import_nemo(lone, words, "", "")
+    assert imported.model["num_layers"] == 12
+    assert imported.engine_args["restore_from_path"] == "/w"
+    with pytest.raises(ConfigError, match="no trainer"):
+        import_nemo(lone, ["trainer=null"], "", "")
     with pytest.raises(ConfigError, match=r"'24' is not known"):
         import_nemo(lone, ["data_dir=/x"], "", "24")
 

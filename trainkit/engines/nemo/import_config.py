@@ -151,6 +151,8 @@ def read_launcher(path: Path, words: Sequence[str]) -> Composed:
     composed = Composed({**table, "training": table})
     for override in overrides:
         put(composed.root, override)
+        if "." not in override.path:  # of the file itself, where others lead into its tables
+            put(table, override)
     return composed
 
 
