@@ -30,7 +30,7 @@ _UNKNOWN = re.compile(
     rf"\$\({INNER}\)|`[^`]*`|\$\{{[^{{}}]*(?:\{{[^{{}}]*\}}[^{{}}]*)*\}}|\$(?:\w+|[@*#?$!-])?"
 )
 # a folder of the caller's, and {a,b} or {1..9}, which are several words
-_SHELLS_OWN = re.compile(r"(?<!\S)~\S*|(?<!\$)\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
+_SHELLS_OWN = re.compile(r"(?<!\S)~(?:/\S*)?(?!\S)|(?<!\$)\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
 # a command in double quotes has quotes of its own
 QUOTED = rf"""'[^']*'|"(?:[^"\\`$]|\\.|`[^`]*`|\$\({INNER}\)|\$)*+\""""
 _QUOTE = re.compile(rf"{QUOTED}|\\.", re.DOTALL)

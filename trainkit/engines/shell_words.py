@@ -95,9 +95,10 @@ class ShellCommand:
 
 # sbatch(1)
 _SBATCH_NODES = re.compile(r"^#SBATCH\s+(?:--nodes(?:=|\s+)|-N\s*)([0-9]{1,6})\s*$", re.MULTILINE)
-# of torchrun and of deepspeed
-_NODES = ("nnodes", "num-nodes")
-_HOSTS = ("nproc-per-node", "num-gpus", "hostfile", "H", "include", "i", "exclude", "e")
+# of torchrun, deepspeed, srun and mpirun
+_NODES = ("nnodes", "num-nodes", "nodes", "N")
+_HOSTS = ("nproc-per-node", "num-gpus", "hostfile", "H", "include", "i", "exclude", "e",
+          "ntasks", "n", "np")  # fmt: skip
 
 
 def torchrun_nodes(command: ShellCommand, not_taken: list[str]) -> dict[str, object]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.engines.shell_words import ShellCommand, find_command
+from trainkit.engines.shell_words import ShellCommand, find_command, torchrun_nodes
 
 RUN = "torchrun pretrain_gpt.py"
 PROGRAM = """#!/usr/bin/env python3
@@ -36,7 +36,7 @@ def read(text: str) -> ShellCommand:
         f"export A=1; f() {{ A=9; }}; A=5 f; {RUN} --a $A",
         f"A=1; A=7 bash -c '{RUN} --a $A'",
         f"{RUN} --a 1 > out --b 2 2>&1 < /dev/null --c a1>>out --d &> out",
-        f"A=1; read A <<< 1; {RUN} --b 2",
+        f"A=1; read A <<< 1; {RUN} --b 2 ~no.user=1",
         f"{RUN} --a=\"b c\" --d 'e'\"f\"'g'",
         f'A=\'{{"a": 1, "b": "it\'\\\'\'s"}}\'; {RUN} --a "$A" --b "${{A}}"',
         f'{RUN} --a "b,\\\nc"',
@@ -68,6 +68,13 @@ def test_variables_of_a_launcher_are_the_commands() -> None:
     assert read(text).environment == {"A": "1", "A2": "4", "B": "2", "C": "x y"}
     text = "NCCL_DEBUG=INFO srun bash -c 'torchrun pretrain_gpt.py'"
     assert read(text).environment == {"NCCL_DEBUG": "INFO"}
+
+
+@pytest.mark.parametrize("words", ["srun -N 4 -n 32", "srun --nodes=4 --ntasks 32"])
+def test_nodes_that_srun_is_asked_for_are_the_jobs(words: str) -> None:
+    left: list[str] = []
+    assert torchrun_nodes(read(f"{words} {RUN}"), left) == {"nodes": 4}
+    assert len(left) == 1 and "32: hosts and their ranks stand in" in left[0]
 
 
 @pytest.mark.parametrize(
