@@ -154,7 +154,7 @@ def _decided(words: Sequence[str], variables: Mapping[str, str]) -> bool | None:
         return None if value is None else value != "0"
     inner = [word for word in words if word not in _BRACKETS]
     if len(inner) == len(words):
-        return None
+        return {"true": True, "false": False}.get(_known_text(" ".join(words), variables) or "")
     if inner[:1] == ["!"]:
         found = _decided(["[[" if "[[" in words else "test", *inner[1:]], variables)
         return None if found is None else not found
@@ -482,7 +482,7 @@ class Branches:
             self.line = _Branch()
         elif self.line.now is (before == "||"):
             return True
-        if _is_condition(words[0]) or words[0] in _ASKS:
+        if _is_condition(words[0]) or words[0] in _ASKS or _VARIABLE.fullmatch("".join(words)):
             self.line.ask("", words, variables)
         elif before not in ("&&", "||"):
             self.line.now = True  # a command is taken to succeed

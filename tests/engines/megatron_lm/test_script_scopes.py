@@ -42,6 +42,7 @@ def read(text: str) -> ShellCommand:
         f'{RUN} --a "b,\\\nc"',
         f"A=b; [[ $A == a* ]] && B=1 || B=2; [[ ! $A != b* ]] && C=1 || C=2; {RUN} $B $C",
         f'A="b*"; [[ bcd == $A ]] && B=1 || B=2; [[ bcd = "$A" ]] && C=1 || C=2; {RUN} $B $C',
+        f"A=false; $A && B=1 || B=2; A=true; if $A; then C=1; else C=2; fi; {RUN} $B $C",
         f"A=1; f() {{ A=2; return; A=3; }}; f; {RUN} --a $A",
         f"f() {{ A=$1; if [ $1 = 2 ]; then return; else A=4; fi; A=3; }}; f 2; {RUN} --a $A",
         f"f() {{ A=1; [ $1 = 2 ] && return; A=3; }}; f 3; B=$A; f 2; {RUN} --a $A --b $B",
