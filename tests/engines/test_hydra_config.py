@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+import hydra
 import pytest
 from omegaconf import OmegaConf
 
@@ -177,6 +178,25 @@ def test_a_folder(tmp_path: Path) -> None:
         "rate": 2e-4,
     }
     assert len(other.left) == 1 and "overlap: h100" in other.left[0]
+
+
+@pytest.mark.parametrize(
+    ("defaults", "size"),
+    [("[_self_, gpt3/5b@_here_]", 5), ("[gpt3/5b@_here_, _self_]", 6), ("[gpt3/5b@_here_]", 6)],
+)
+def test_what_comes_last_of_a_defaults_list_counts(
+    tmp_path: Path, defaults: str, size: int
+) -> None:
+    """Hydra's own composition says the same."""
+    folder = conf(tmp_path)
+    (folder / "training/gpt3/own.yaml").write_text(f"defaults: {defaults}\nmodel: {{size: 6}}\n")
+    main = (folder / "config.yaml").read_text().replace("gpt3/5b", "gpt3/own")
+    main = main.replace("  - evaluation: all\n", "").replace("  - override", "  # ")
+    (folder / "config.yaml").write_text(main)
+    with hydra.initialize_config_dir(str(folder), version_base="1.3"):
+        assert hydra.compose("config").training.model.size == size
+    found = composed(folder, "path=/fs")
+    assert Resolved(found.root, found.choices).leaves("training")["model.size"] == size
 
 
 def test_folders_that_are_none(tmp_path: Path) -> None:

@@ -219,7 +219,8 @@ def _defaults(table: Mapping[str, object], place: str) -> list[_Default]:
     for entry in entries:
         if isinstance(entry, str):
             if entry != "_self_":
-                found.append(_Default("", entry))
+                name, _, package = entry.partition("@")
+                found.append(_Default("", name, package))
             continue
         if not isinstance(entry, dict) or len(entry) != 1:
             raise ConfigError(f"{place}: {entry!r} is not an entry of a defaults list")
@@ -257,13 +258,15 @@ def _with_defaults(
             continue
         found = _with_defaults(folder, each.group or group, each.name, left, (*above, path))
         base = merged(base, _below(each.package, found))
-    table.pop("defaults", None)
+    entries = table.pop("defaults", None)
+    if isinstance(entries, list) and entries[:1] == ["_self_"]:
+        return merged(table, base)
     return merged(base, table)
 
 
 def _below(package: str, table: dict[str, object]) -> dict[str, object]:
-    for name in reversed(package.split(".") if package else []):
-        table = {name: table}
+    for name in reversed(package.split(".")):
+        table = table if name in ("", "_here_") else {name: table}
     return table
 
 
