@@ -61,16 +61,8 @@ _OPERATORS: Mapping[type[ast.AST], Callable[[int, int], int]] = {
 }
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)")  # one with a 0 in front is octal
 _BRACKETS = ("[", "[[", "]", "]]", "test")
-_COMPARED: Mapping[str, Callable[[str, str], bool]] = {
-    "=": operator.eq,
-    "==": operator.eq,
-    "!=": operator.ne,
-    "-eq": lambda first, second: int(first) == int(second),
-    "-ne": lambda first, second: int(first) != int(second),
-    "-lt": lambda first, second: int(first) < int(second),
-    "-le": lambda first, second: int(first) <= int(second),
-    "-gt": lambda first, second: int(first) > int(second),
-    "-ge": lambda first, second: int(first) >= int(second),
+_NUMBERS: Mapping[str, Callable[[int, int], bool]] = {
+    f"-{name}": getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
 }
 PRINTS = ("echo", "printf")
 DECLARES = ("export", "local", "readonly", "declare", "typeset")
@@ -169,14 +161,20 @@ def _decided(words: Sequence[str], variables: Mapping[str, str]) -> bool | None:
         return said[0] != ""
     if len(said) == 2 and said[0] in ("-z", "-n"):
         return (said[1] == "") == (said[0] == "-z")
-    if len(said) != 3 or said[1] not in _COMPARED:
+    if len(said) != 3:
         return None
-    if "[[" in words and said[1] in ("=", "==", "!="):
-        found = _matches(said[0], _VARIABLE.sub(lambda match: _given(match, known), inner[2]))
-        return None if found is None else found == (said[1] != "!=")
+    pattern = _VARIABLE.sub(lambda match: _given(match, known), inner[2])
+    return _comparison(*said, pattern if "[[" in words else None)
+
+
+def _comparison(left: str, sign: str, right: str, pattern: str | None) -> bool | None:
+    """What a comparison says; `pattern`: the right side as [[ takes it, where that is asked."""
+    if sign in ("=", "==", "!="):
+        same = left == right if pattern is None else _matches(left, pattern)
+        return None if same is None else same == (sign != "!=")
     try:
-        return _COMPARED[said[1]](said[0], said[2])
-    except ValueError:
+        return _NUMBERS[sign](int(left), int(right))
+    except (KeyError, ValueError):
         return None
 
 

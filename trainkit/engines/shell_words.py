@@ -97,8 +97,10 @@ class ShellCommand:
 _SBATCH_NODES = re.compile(r"^#SBATCH\s+(?:--nodes(?:=|\s+)|-N\s*)([0-9]{1,6})\s*$", re.MULTILINE)
 # of torchrun, deepspeed, srun and mpirun
 _NODES = ("nnodes", "num-nodes", "nodes", "N")
-_HOSTS = ("nproc-per-node", "num-gpus", "hostfile", "H", "include", "i", "exclude", "e",
-          "ntasks", "n", "np")  # fmt: skip
+_HOSTS: tuple[str, ...] = (
+    *("nproc-per-node", "num-gpus", "hostfile", "H", "include", "i", "exclude", "e"),
+    *("ntasks", "n", "np"),
+)
 
 
 def torchrun_nodes(command: ShellCommand, not_taken: list[str]) -> dict[str, object]:
@@ -156,20 +158,12 @@ def find_command(
             times += 1
         elif words[:1] == ["export"]:
             exported |= dict.fromkeys(names)
-        elif command[:1] in _TAKES_AWAY:
-            for name in command[1:]:
-                variables.pop(name, None)
         branches.notes |= dict.fromkeys(_unread(words))
-        if words[:1] != ["export"]:  # NAME=value in front of a command is for it alone
-            for name in names:
-                variables.pop(name, None)
-                variables |= {name: kept[name]} if name in kept else {}
-    if found is None:
-        # CMD="pretrain_gpt.py ..." that something else runs
-        for name in variables:
-            found = _cut([f"${name}"], variables, script) or found
-        if found is not None:
-            found.environment = _values(exported, variables)
+        for name in command[1:] if command[:1] in _TAKES_AWAY else ():
+            variables.pop(name, None)
+        if words[:1] != ["export"]:
+            _restore(names, kept, variables)
+    found = found or _in_a_variable(script, exported, variables)
     if found is not None:
         asked = _SBATCH_NODES.findall(text)
         found.nodes = int(asked[-1]) if asked else None
@@ -188,6 +182,25 @@ def command_of(path: Path, script: str, caller: Mapping[str, str]) -> ShellComma
     if command is None:
         raise ConfigError(f"nothing in {path} runs {script}", hint="give the script that does")
     return command
+
+
+def _in_a_variable(
+    script: str, exported: Iterable[str], variables: Mapping[str, str]
+) -> ShellCommand | None:
+    """CMD="pretrain_gpt.py ..." that something else runs."""
+    found = None
+    for name in variables:
+        found = _cut([f"${name}"], variables, script) or found
+    if found is not None:
+        found.environment = _values(exported, variables)
+    return found
+
+
+def _restore(names: Sequence[str], kept: Mapping[str, str], variables: dict[str, str]) -> None:
+    """NAME=value in front of a command is for it alone."""
+    for name in names:
+        variables.pop(name, None)
+        variables |= {name: kept[name]} if name in kept else {}
 
 
 def _cross(before: str, outer: list[dict[str, str]], variables: dict[str, str]) -> None:
