@@ -27,6 +27,14 @@ T_975 = (
 HIGHEST: tuple[Key, ...] = ("tokens_per_second",)  # the highest is the best; else the lowest
 
 
+def known_key(text: str) -> Key:
+    """What --best names. Raises ConfigError where runs are not compared by that."""
+    found = next((each for each in KEYS if each == text), None)
+    if found is None:
+        raise ConfigError(f"--best {text}: expected one of {', '.join(KEYS)}")
+    return found
+
+
 @dataclass(frozen=True)
 class MemberResult:
     """One run of a sweep; None where nothing was logged.
@@ -133,19 +141,16 @@ class SweepResults:
             groups.setdefault(json.dumps(values), []).append(each)
         return [_point(json.loads(values), group) for values, group in groups.items()]
 
-    def best(self, key: str) -> PointResult:
-        """The point with the best mean. Raises ConfigError for an unknown key, and where no
-        point has all its members succeeded with a value there."""
-        known = next((each for each in KEYS if each == key), None)
-        if known is None:
-            raise ConfigError(f"--best {key}: expected one of {', '.join(KEYS)}")
-        found = [(value, point) for point in self.points() if (value := point.mean[known])]
+    def best(self, key: Key) -> PointResult:
+        """The point with the best mean. Raises ConfigError where no point has all its members
+        succeeded with a value there."""
+        found = [(value, point) for point in self.points() if (value := point.mean[key])]
         if not found:
             raise ConfigError(
                 f"no member of sweep {self.id} has succeeded with a {key.replace('_', ' ')}",
                 hint=f"keys: {', '.join(KEYS)}; a point counts once all its seeds are done",
             )
-        if known in HIGHEST:
+        if key in HIGHEST:
             return max(found, key=lambda pair: pair[0])[1]
         return min(found, key=lambda pair: pair[0])[1]
 

@@ -35,8 +35,10 @@ from trainkit.reports.parallel import parallel_svg
 from trainkit.reports.sweep import (
     OVER_SEEDS,
     WORDS,
+    Key,
     SweepResults,
     headings,
+    known_key,
     member_row,
     point_headings,
     point_rows,
@@ -67,7 +69,8 @@ def sweep(task: TaskContext, name: str, options: SweepTaskOptions) -> TaskResult
     """
     jobs = load_jobs(task)
     written = options.write or f"{name}-best"
-    if options.best:
+    best = known_key(options.best) if options.best else None
+    if best:
         refuse_name(jobs, written, "--write")
     if options.html and Path(options.html).suffix not in (".html", ".htm"):
         raise ConfigError(f"{options.html} does not end in .html")
@@ -89,8 +92,8 @@ def sweep(task: TaskContext, name: str, options: SweepTaskOptions) -> TaskResult
     if options.svg:
         write_text(Path(options.svg), parallel_svg(results))
         task.say(f"wrote {options.svg}")
-    if options.best:
-        _write_best(task, jobs, results, options.best, written)
+    if best:
+        _write_best(task, jobs, results, best, written)
     return TaskResult(document("sweep/1", **results.to_json()), _exit_of(results))
 
 
@@ -166,7 +169,7 @@ def _draw(task: TaskContext, results: SweepResults, path: str) -> None:
     task.say(f"wrote {path}")
 
 
-def _write_best(task: TaskContext, jobs: Jobs, results: SweepResults, key: str, name: str) -> None:
+def _write_best(task: TaskContext, jobs: Jobs, results: SweepResults, key: Key, name: str) -> None:
     best = results.best(key)
     record = read_newest(results.folder.parents[2], results.job)
     sets = parse_overrides(record.sets if record is not None else ())
