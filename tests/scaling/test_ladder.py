@@ -46,6 +46,12 @@ def test_what_is_no_budget(text: str) -> None:
     assert caught.value.exit == 1
 
 
+def test_a_price_at_which_the_budget_buys_more_than_is_looked_for() -> None:
+    with pytest.raises(TrainkitError, match=r"'\$500' buys more than 1e\+28 hours") as caught:
+        budget_of("$500", 1e-320)
+    assert caught.value.exit == 1
+
+
 def test_one_dial_makes_jobs_that_jobs_toml_takes(project: Project) -> None:
     found = scaled(project, BUDGET, "--job", "random", *LADDER, "--write", "big.toml")
     best, rungs = found["best"], found["ladder"]

@@ -66,6 +66,11 @@ def budget_of(text: str, price: float) -> Budget:
             exit=Exit.USAGE,
             hint="--price-per-gpu-hour 2.5: what a device of the cluster costs an hour",
         )
+    if amount / price > LARGEST:
+        raise TrainkitError(
+            f"--price-per-gpu-hour {price:g}: '{text}' buys more than {LARGEST:g} hours",
+            exit=Exit.USAGE,
+        )
     return Budget(device_hours=amount / price)
 
 
