@@ -19,7 +19,7 @@ from trainkit.base.errors import ConfigError, TrainkitError
 from trainkit.jobs.optimizers import EMA
 from trainkit.runs.checkpoints import Checkpoint, verify
 from trainkit.runs.folder import RunFolder
-from trainkit.train.checkpoint.save_load import CheckpointMetadata, save
+from trainkit.train.checkpoint.save_load import CheckpointMetadata, save, writer_lock
 from trainkit.train.huggingface.weights import CheckpointWeights
 from trainkit.train.inference.averages import write_average
 from trainkit.train.inference.load import choose_checkpoint, load_model
@@ -113,6 +113,15 @@ def checkpoints_of(run: RunFolder, steps: int) -> list[dict[str, torch.Tensor]]:
 def read(saved: Checkpoint, run: RunFolder) -> dict[str, torch.Tensor]:
     weights = CheckpointWeights(saved, tiny_job(1, run.root).model)
     return {name: weights.read(name) for name in weights.shapes}
+
+
+def test_what_to_do_where_an_average_was_not_written(tmp_path: Path) -> None:
+    """Not what helps a run whose checkpoint was not."""
+    run = new_run(tiny_job(1, tmp_path))
+    checkpoints_of(run, 2)
+    with writer_lock(run.averages), pytest.raises(TrainkitError, match=r"writer\.lock") as error:
+        write_average(run.averages, [choose_checkpoint(run, step) for step in (1, 2)])
+    assert "the same command again" in str(error.value) and "resume" not in str(error.value)
 
 
 def test_the_mean_of_checkpoints_and_moving_averages_are_read_by_choice(tmp_path: Path) -> None:

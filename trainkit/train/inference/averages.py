@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from trainkit.base.errors import TrainkitError
 from trainkit.runs.checkpoints import Checkpoint
 from trainkit.train.checkpoint.dcp_storage import DTYPES
-from trainkit.train.checkpoint.save_load import CheckpointMetadata, save
+from trainkit.train.checkpoint.save_load import CheckpointMetadata, NotSaved, save
 from trainkit.train.huggingface.weights import read_tensor
 from trainkit.train.parallel.shards import Shards
 
@@ -42,7 +43,8 @@ def write_average(folder: Path, checkpoints: Sequence[Checkpoint]) -> Checkpoint
         checkpoints: of one model, oldest first.
 
     Raises:
-        NotSaved: the disk did not take it; nothing is left of it.
+        TrainkitError: exit 10, the disk did not take it, or another process writes one; nothing is
+            left of it.
     """
     last = checkpoints[-1].manifest
     tensors: dict[str, Tensor] = {}
@@ -64,4 +66,8 @@ def write_average(folder: Path, checkpoints: Sequence[Checkpoint]) -> Checkpoint
     with warnings.catch_warnings():
         # one process is meant
         warnings.filterwarnings("ignore", message="torch.distributed is")
-        return save(folder, tensors, metadata)
+        try:
+            return save(folder, tensors, metadata)
+        except NotSaved as error:
+            hint = "make room, or wait for the other; then the same command again"
+            raise TrainkitError(error.message, exit=error.exit, hint=hint) from None
