@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import resource
 import shutil
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.cli.model import test_export
 from tests.cli.model.test_export import RUN, make_run, same_logits
 from tests.conftest import Project
 from trainkit.base.documents import document
@@ -110,6 +116,56 @@ def test_from_one_engine_to_the_other(project: Project) -> None:
     assert torch.equal(found, models[10].get_parameter("layers.1.mlp.up.weight"))
 
 
+@contextlib.contextmanager
+def full_disk(size: int) -> Iterator[None]:
+    """No file grows beyond `size` bytes in the block."""
+    former = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, former[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, former)
+
+
+@pytest.mark.parametrize("size", [300, 8192])
+@pytest.mark.parametrize("to", ["megatron-lm", "gpt-neox"])
+def test_a_full_disk_is_named(to: str, size: int, project: Project) -> None:
+    make_run(project, "random")
+    with full_disk(size), pytest.raises(OSError, match="File too large") as error:
+        call(project, to=to)
+    assert error.value.filename == str(project.path / "out")
+    assert not list(project.path.glob("out*"))
+
+
+@pytest.mark.parametrize(
+    ("task", "module"),
+    [
+        (lambda project: call(project, to="gpt-neox"), "trainkit.engines.convert.files"),
+        (test_export.call, "trainkit.train.huggingface.writing"),
+    ],
+)
+def test_a_signal_to_end_leaves_nothing(
+    task: Callable[[Project], object],
+    module: str,
+    project: Project,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a folder that is as good as whole."""
+    make_run(project, "random")
+
+    def killed(temporary: Path, target: Path) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(f"{module}.publish_folder", killed)
+    former = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            task(project)
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    assert not list(project.path.glob("out*"))
+
+
 class TestRefused:
     """Options, places and runs that are not taken."""
 
@@ -139,6 +195,8 @@ class TestRefused:
         error = refusal(project, to="megatron-lm")
         assert error.exit == 3 and "gpt_j_residual" in str(error)
         assert not (project.path / "out").exists()
+        error = refusal(project, to="gpt-neox", pipeline_parallel_size=10**12)
+        assert "--pipeline-parallel-size 1000000000000 is not 0 to 2, its layers" in str(error)
 
     def test_engines_whose_checkpoints_are_not_read(self, project: Project) -> None:
         run, _ = make_run(project, "random")

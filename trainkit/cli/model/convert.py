@@ -12,6 +12,7 @@ from trainkit.cli.model.evaluate import warn_of_changed_tokenizer
 from trainkit.cli.options import ConvertOptions, ExportOptions
 from trainkit.cli.wrapper import TaskContext, TaskResult
 from trainkit.jobs.resolved import read_job
+from trainkit.launch.preparation import term_interrupts
 from trainkit.runs.checkpoints import checkpoint_folder, published_folders, step_of
 from trainkit.runs.find import find_run
 
@@ -51,6 +52,7 @@ FORMATS = ("hf",)
 DTYPES = ("fp32", "bf16", "fp16")
 
 
+@term_interrupts()
 def export(task: TaskContext, run_name: str, options: ExportOptions) -> TaskResult:
     """The task `export`. Raises ConfigError for options that are not valid."""
     _refuse_invalid_export(options)
@@ -115,6 +117,7 @@ def _refuse_invalid_export(options: ExportOptions) -> None:
 TARGETS = ("hf", "megatron-lm", "gpt-neox")
 
 
+@term_interrupts()
 def convert(task: TaskContext, run_name: str, options: ConvertOptions) -> TaskResult:
     """The task `convert`. Raises ConfigError for options that are not valid."""
     _refuse_invalid(options)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from trainkit.base.errors import ConfigError, Exit, TrainkitError
-from trainkit.base.files import fsync_folder, publish_folder, temporary_name
+from trainkit.base.files import fsync_folder, names_full_file, publish_folder, temporary_name
 
 HINT = "convert to a new folder or an empty one"
 
@@ -38,7 +38,8 @@ def new_folder(target: Path) -> Iterator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_name(target)
     try:
-        yield temporary
+        with names_full_file(target):
+            yield temporary
         for folder, _, _ in os.walk(temporary):
             fsync_folder(Path(folder))
         refuse_occupied(target)
@@ -52,7 +53,10 @@ def save_pickle(content: object, path: Path) -> None:
     """Write a new file of torch.save and fsync it. Raises OSError as the disk does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "xb") as file:
-        torch.save(content, file)
+        try:
+            torch.save(content, file)
+        except RuntimeError as error:  # torch cannot end the file after what has interrupted it
+            raise error.__context__ or error from None
         file.flush()
         os.fsync(file.fileno())
 

@@ -117,8 +117,10 @@ def refuse_impossible(model: Model, layout: FileLayout) -> None:
             f"ffn_hidden_size is {model.ffn_width}; GPT-NeoX since 2024-09 has even widths only"
             " (--names dense_h_to_4h writes for older versions)"
         )
-    if layout.pipeline < 0:
-        problems.append("--pipeline-parallel-size must be at least 0")
+    if not 0 <= layout.pipeline <= model.num_layers:
+        problems.append(
+            f"--pipeline-parallel-size {layout.pipeline} is not 0 to {model.num_layers}, its layers"
+        )
     refuse(problems, "gpt-neox")
 
 

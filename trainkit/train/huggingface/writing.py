@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trainkit.base.errors import ConfigError
-from trainkit.base.files import publish_folder, temporary_name, write_json
+from trainkit.base.files import names_full_file, publish_folder, temporary_name, write_json
 from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.data.indexed.paths import DataFolder
 from trainkit.data.tokenizer import end_of_document, load_tokenizer
@@ -108,13 +108,14 @@ def export(
     temporary = temporary_name(target)
     temporary.mkdir()
     try:
-        written = _write_weights(
-            temporary, _Source(saved, dtype), tensors, shard_bytes, dict(about)
-        )
-        write_json(temporary / CONFIG, config)
-        write_json(temporary / "generation_config.json", {"bos_token_id": eod, "eos_token_id": eod})
-        if tokenizer:
-            _write_tokenizer(temporary, tokenizer, model)
+        with names_full_file(target):
+            source = _Source(saved, dtype)
+            written = _write_weights(temporary, source, tensors, shard_bytes, dict(about))
+            write_json(temporary / CONFIG, config)
+            ends = {"bos_token_id": eod, "eos_token_id": eod}
+            write_json(temporary / "generation_config.json", ends)
+            if tokenizer:
+                _write_tokenizer(temporary, tokenizer, model)
         publish_folder(temporary, target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
