@@ -101,6 +101,15 @@ def test_what_best_may_be_is_known_before_anything_trains(project: Project) -> N
     assert not (project.path / "sweeps").exists()
 
 
+def test_new_begins_again_beside_a_record_that_is_damaged(project: Project) -> None:
+    project.add_to_jobs(SWEEP)
+    damaged = project.path / "sweeps/random/20200101-000000-0000/sweep.json"
+    damaged.parent.mkdir(parents=True)
+    damaged.write_text("{")
+    with opened_sweep(load(project.path), "random", [], new=True) as found:
+        assert found.record.folder != damaged.parent and len(found.record.members) == 3
+
+
 def test_waits_for_a_host_that_another_run_holds(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,8 +87,8 @@ def opened_sweep(jobs: Jobs, name: str, sets: Sequence[str], *, new: bool) -> It
     try:
         with locked(lock, {"sweep": name}, wait=False):
             digest = digest_of(resolved)
-            record = read_newest(root, name)
-            if record is None or record.digest != digest or new:
+            record = None if new else read_newest(root, name)
+            if record is None or record.digest != digest:
                 record = new_record(root, name, sets, digest, [] if proposed else members, rungs)
             if proposed:
                 resolved |= resolve_jobs(jobs, name, sets, record.members)
