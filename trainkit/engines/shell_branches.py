@@ -155,7 +155,7 @@ def _decided(words: Sequence[str], variables: Mapping[str, str]) -> bool | None:
     known = _known(variables)
     given = [_VARIABLE.sub(lambda match: _given(match, known), unquoted(word)) for word in inner]
     said = [computed(word, variables) for word in given]
-    if any("$" in word or "`" in word for word in said):
+    if re.search("[$`]", "".join(said)):
         return None
     if len(said) == 1:
         return said[0] != ""
@@ -164,7 +164,7 @@ def _decided(words: Sequence[str], variables: Mapping[str, str]) -> bool | None:
     if len(said) != 3:
         return None
     pattern = _VARIABLE.sub(lambda match: _given(match, known), inner[2])
-    return _comparison(*said, pattern if "[[" in words else None)
+    return _comparison(said[0], said[1], said[2], pattern if "[[" in words else None)
 
 
 def _comparison(left: str, sign: str, right: str, pattern: str | None) -> bool | None:
