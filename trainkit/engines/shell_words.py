@@ -108,7 +108,11 @@ def torchrun_nodes(command: ShellCommand, not_taken: list[str]) -> dict[str, obj
     asked of Slurm; hosts and ranks of a node belong to the cluster, and are named in
     `not_taken`."""
     job: dict[str, object] = {"nodes": command.nodes} if command.nodes else {}
-    words = [part for word in command.before for part in word.split("=", 1)]
+    words = [
+        part
+        for word in command.before
+        for part in re.split(r"=|(?<=^-[Nn])(?=\d)", word, maxsplit=1)  # srun's -N4 has no "="
+    ]
     for word, value in itertools.pairwise(words):
         name = word.lstrip("-").replace("_", "-") if word.startswith("-") else ""
         if name in _NODES and value.isdigit():

@@ -71,7 +71,9 @@ def test_variables_of_a_launcher_are_the_commands() -> None:
     assert read(text).environment == {"NCCL_DEBUG": "INFO"}
 
 
-@pytest.mark.parametrize("words", ["srun -N 4 -n 32", "srun --nodes=4 --ntasks 32"])
+@pytest.mark.parametrize(
+    "words", ["srun -N 4 -n 32", "srun -N4 -n32", "srun --nodes=4 --ntasks 32"]
+)
 def test_nodes_that_srun_is_asked_for_are_the_jobs(words: str) -> None:
     left: list[str] = []
     assert torchrun_nodes(read(f"{words} {RUN}"), left) == {"nodes": 4}
