@@ -88,7 +88,7 @@ _NO_PATTERN = re.compile(r"[$`]|\[[!^]?\[[:.=]|\[[^]]*[\\'\"]")
 def arithmetic(text: str, variables: Mapping[str, str]) -> str | None:
     """The value of an expression of whole numbers; None: it is something else."""
     try:
-        inner = substituted(text, variables).strip()
+        inner = substituted(text, variables).strip().replace("#", "@")  # 10#08; no comment
         return str(_integer(ast.parse(inner, mode="eval").body, variables))
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
         return None
@@ -482,7 +482,7 @@ class Branches:
             return True
         if _is_condition(words[0]) or words[0] in _ASKS or _VARIABLE.fullmatch("".join(words)):
             self.line.ask("", words, variables)
-        elif before not in ("&&", "||"):
+        elif before not in ("&&", "||") or self.line.now is False:
             self.line.now = True  # a command is taken to succeed
         return skipped
 

@@ -68,6 +68,8 @@ _NUMBERED = "123456789"
 _FOR_ENV = re.compile(r"[A-Z][A-Z0-9_]*=")  # env NAME=value torchrun, mpirun -x NAME=value
 # what gives NAME no value, or one that only running tells
 _TAKES_AWAY = (["unset"], ["read"], ["printf"], ["mapfile"], ["readarray"])
+_EXPORTS = re.compile(r"(?:local|readonly|declare|typeset) -[a-zA-Z]*x[a-zA-Z]*")
+_Scope = tuple[dict[str, str], dict[str, None]]  # variables outside of a (, and exported names
 _Read = tuple[str, list[str]]  # what stands before a command, such as && or ;, and its words
 
 
@@ -144,12 +146,12 @@ def find_command(
         lambda match: match[0] if script in match[5] else match[1] + match[4], text
     )
     rest, functions = _functions(list(_commands(plain)))
-    outer: list[dict[str, str]] = []  # variables outside of each open (
-    for before, every in _followed(rest, functions, variables):
+    outer: list[_Scope] = []
+    for before, every in _followed(rest, functions, variables, exported):
         if not branches.in_patterns():
-            _cross(before, outer, variables)
+            _cross(before, outer, variables, exported)
         words = branches.within(before, every, variables)
-        words = ["export", *words[2:]] if words[:2] == ["declare", "-x"] else words
+        words = ["export", *words[2:]] if _EXPORTS.fullmatch(" ".join(words[:2])) else words
         branches.notes |= dict.fromkeys(calculate(words, variables))
         kept = dict(variables)
         command = _assigned(words, variables)
@@ -207,13 +209,18 @@ def _restore(names: Sequence[str], kept: Mapping[str, str], variables: dict[str,
         variables |= {name: kept[name]} if name in kept else {}
 
 
-def _cross(before: str, outer: list[dict[str, str]], variables: dict[str, str]) -> None:
+def _cross(
+    before: str, outer: list[_Scope], variables: dict[str, str], exported: dict[str, None]
+) -> None:
     """Begin a subshell, or end it: what it set is gone then."""
     if before == "(":
-        outer.append(dict(variables))
+        outer.append((dict(variables), dict(exported)))
     elif before == ")" and outer:
         variables.clear()
-        variables |= outer.pop()
+        exported.clear()
+        known, names = outer.pop()
+        variables |= known
+        exported |= names
 
 
 def _unread(words: Sequence[str]) -> list[str]:
@@ -281,10 +288,16 @@ def _commands(text: str) -> Iterator[_Read]:
         elif kind in ("word", "redirect"):
             words += [] if aimed else [match[0]]
             aimed = False
-        elif kind == "end" and (words or match[0] != "\n" or before not in ("&&", "||", "|")):
-            yield from _opened_shell(before, words)
+        elif kind == "end" and (
+            words not in ([], ["[["]) or match[0] != "\n" or before not in ("&&", "||", "|")
+        ):
+            # [[ a && b ]] is [[ a ]] && [[ b ]]
+            opened = (
+                ["[["] if "[[" in words and "]]" not in words and match[0] in ("&&", "||") else []
+            )
+            yield from _opened_shell(before, [*words, "]]"] if opened else words)
             before = match[0]
-            words = []
+            words = opened
     yield from _opened_shell(before, words)
 
 
@@ -298,10 +311,13 @@ def _opened_shell(before: str, words: list[str]) -> Iterator[_Read]:
         yield before, words
         return
     else:
-        text = unquoted(words[at + 2])
-        if given := [word for word in words[start:at] if ASSIGNMENT.fullmatch(word)]:
-            yield before, [*words[:start], "export", *given]
-            start = 0
+        given = [word for word in words[start:at] if ASSIGNMENT.fullmatch(word)]
+        yield before, [*words[:start], "{"]
+        yield "(", ["export", *given]
+        yield from _commands(unquoted(words[at + 2]))
+        yield ")", []
+        yield ";", ["}"]
+        return
     for number, (inside, inner) in enumerate(_commands(text)):
         yield (inside, inner) if number else (before, [*words[:start], *inner])
 
@@ -332,7 +348,7 @@ def _functions(commands: list[_Read]) -> tuple[list[_Read], dict[str, list[_Read
             words = [f"{UNCALLED}{name}{{", *words[1:]]
         name = ""
         if body is not rest:  # JSON in a text has braces too
-            depth += "{" in (*words[:1], *words[-1:])
+            depth += max(words[: _start(words)].count("{"), words[-1:] == ["{"])
             depth -= words[:1] in (["}"], ["},"])
         body.append((before, words))
         if not depth:
@@ -341,10 +357,13 @@ def _functions(commands: list[_Read]) -> tuple[list[_Read], dict[str, list[_Read
 
 
 def _followed(
-    commands: Iterable[_Read], functions: Mapping[str, list[_Read]], variables: dict[str, str]
+    commands: Iterable[_Read],
+    functions: Mapping[str, list[_Read]],
+    variables: dict[str, str],
+    exported: dict[str, None],
 ) -> Iterator[_Read]:
     """The commands, and in the place of a call those of its function. Whoever reads them sets
-    `variables` between two of them."""
+    `variables` and `exported` between two of them."""
     for before, words in commands:
         start = _start(words)
         call = _without_assignments(words)
@@ -361,7 +380,12 @@ def _followed(
         yield before, [*words[:start], CALL]
         in_front = words[start : len(words) - len(call)]  # for the call alone
         body = [(";", ["declare", "-x", *in_front]), *functions[name]]
-        yield from _followed(_body(body[not in_front :], given, variables), others, variables)
+        inner = _body(body[not in_front :], given, variables)
+        kept = dict(exported)
+        yield from _followed(inner, others, variables, exported)
+        for word in in_front:
+            if (name := word.partition("=")[0]) not in kept:
+                exported.pop(name, None)
         yield ";", ["}"]
 
 
