@@ -109,6 +109,8 @@ def test_what_is_not_said_is_known_as_such() -> None:
         ("a: [1\n", "is not YAML"),
         ("- a\n", "is not a table of names"),
         ("a: {1: 2}\n", "the key 1 is not a name"),
+        ("null: 2\n", "the key None is not a name"),
+        ("a: {0: 2}\n", "the key 0 is not a name"),
         ("a: !!python/object/apply:os.system ['true']\n", "is not YAML"),
         ("a: " + "[" * 60 + "]" * 60, "too deep"),
         ("a: " + "[" * 5000, "is not "),

@@ -100,8 +100,8 @@ def _check(found: Mapping[object, object], place: str) -> None:
         below: list[object] = []
         for each in level:
             if isinstance(each, Mapping):
-                if wrong := next((key for key in each if not isinstance(key, str)), None):
-                    raise ConfigError(f"{place}: the key {wrong!r} is not a name")
+                if wrong := [key for key in each if not isinstance(key, str)]:
+                    raise ConfigError(f"{place}: the key {wrong[0]!r} is not a name")
                 below += each.values()
             elif isinstance(each, list):
                 below += each
