@@ -179,15 +179,13 @@ def _runs_of(job: Job) -> Iterator[tuple[RunFolder, Job]]:
 def last_measured(job: Job) -> Measured | None:
     """What the newest run of this job on this cluster took, and what its plan had said; one of
     the same layout before others. None without any."""
-    newest = None
+    others = []
     for run, ran in _runs_of(job):
-        same = layout_key(ran) == layout_key(job)
-        if newest is None or same:
-            found = _measured(run, ran, same)
-            if found is not None and same:
-                return found  # the rest, perhaps hundreds, need not be read
-            newest = newest or found
-    return newest
+        if layout_key(ran) != layout_key(job):
+            others.append((run, ran))
+        elif found := _measured(run, ran, True):
+            return found  # the rest, perhaps hundreds, need not be read
+    return next(filter(None, (_measured(*each, False) for each in others)), None)
 
 
 def _measured(run: RunFolder, ran: Job, same_layout: bool) -> Measured | None:

@@ -353,6 +353,12 @@ def test_the_last_run_is_shown_with_the_errors_of_its_plan(
     other = last_measured(load(project.path).resolve("random", ["training.micro_batch_size=4"]).job)
     assert other is not None and (other.run, other.same_layout) == ("2", False)
     assert "another layout" in page(project.path, "random", "training.micro_batch_size=4")
+    # where one of the same layout counts, the other's files are not asked for
+    newer = project.path / "runs" / "random" / "2"
+    (newer / "checkpoints" / "step-00000020" / "manifest.json").write_text(
+        '{"schema": "checkpoint/1"}'
+    )
+    assert last_measured(job) == measured
 
 
 def test_runs_that_cannot_be_compared_are_passed_over(project: Project) -> None:
