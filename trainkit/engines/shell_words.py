@@ -381,11 +381,10 @@ def _followed(
         in_front = words[start : len(words) - len(call)]  # for the call alone
         body = [(";", ["declare", "-x", *in_front]), *functions[name]]
         inner = _body(body[not in_front :], given, variables)
-        kept = dict(exported)
+        its_own = {word.partition("=")[0] for word in in_front} - exported.keys()
         yield from _followed(inner, others, variables, exported)
-        for word in in_front:
-            if (name := word.partition("=")[0]) not in kept:
-                exported.pop(name, None)
+        for each in its_own:
+            exported.pop(each, None)
         yield ";", ["}"]
 
 
