@@ -184,13 +184,19 @@ def test_a_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("defaults", "size"),
-    [("[_self_, gpt3/5b@_here_]", 5), ("[gpt3/5b@_here_, _self_]", 6), ("[gpt3/5b@_here_]", 6)],
+    [
+        ("[_self_, gpt3/5b@_here_]", 5),
+        ("[gpt3/5b@_here_, _self_]", 6),
+        ("[gpt3/5b@_here_]", 6),
+        ("[gpt3/9b@_here_, _self_, gpt3/5b@_here_]", 5),
+    ],
 )
 def test_what_comes_last_of_a_defaults_list_counts(
     tmp_path: Path, defaults: str, size: int
 ) -> None:
     """Hydra's own composition says the same."""
     folder = conf(tmp_path)
+    (folder / "training/gpt3/9b.yaml").write_text("model: {size: 9}\n")
     (folder / "training/gpt3/own.yaml").write_text(f"defaults: {defaults}\nmodel: {{size: 6}}\n")
     main = (folder / "config.yaml").read_text().replace("gpt3/5b", "gpt3/own")
     main = main.replace("  - evaluation: all\n", "").replace("  - override", "  # ")

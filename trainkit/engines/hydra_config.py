@@ -211,16 +211,15 @@ class _Default:
 
 
 def _defaults(table: Mapping[str, object], place: str) -> list[_Default]:
-    """The entries of a defaults list, without `_self_` and what is hydra's own."""
+    """The entries of a defaults list, without what is hydra's own."""
     entries = table.get("defaults", [])
     if not isinstance(entries, list):
         raise ConfigError(f"{place}: defaults is {entries!r}, no list")
     found = []
     for entry in entries:
         if isinstance(entry, str):
-            if entry != "_self_":
-                name, _, package = entry.partition("@")
-                found.append(_Default("", name, package))
+            name, _, package = entry.partition("@")
+            found.append(_Default("", name, package))
             continue
         if not isinstance(entry, dict) or len(entry) != 1:
             raise ConfigError(f"{place}: {entry!r} is not an entry of a defaults list")
@@ -247,8 +246,14 @@ def _with_defaults(
         raise ConfigError(f"the defaults lists go in a circle: {chain}")
     table = read_config(path)
     base: dict[str, object] = {}
-    for each in _defaults(table, str(path)):
-        if not each.name:
+    entries = _defaults(table, str(path))
+    if all(each.name != "_self_" for each in entries):
+        entries.append(_Default("", "_self_"))
+    table.pop("defaults", None)
+    for each in entries:
+        if each.name == "_self_":
+            base = merged(base, table)
+        if each.name in ("", "_self_"):
             continue
         if each.optional and not _inside(folder, f"{each.group}/{each.name}.yaml").exists():
             left.append(
@@ -258,10 +263,7 @@ def _with_defaults(
             continue
         found = _with_defaults(folder, each.group or group, each.name, left, (*above, path))
         base = merged(base, _below(each.package, found))
-    entries = table.pop("defaults", None)
-    if isinstance(entries, list) and entries[:1] == ["_self_"]:
-        return merged(table, base)
-    return merged(base, table)
+    return base
 
 
 def _below(package: str, table: dict[str, object]) -> dict[str, object]:
