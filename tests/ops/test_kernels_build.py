@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,8 +20,9 @@ from tests.conftest import wait_for
 from tests.ops.op_cases import why_no_kernels
 from tests.train.support import tiny_job
 from trainkit.base.errors import Exit
-from trainkit.base.install import InstallError
+from trainkit.base.install import InstallError, extension_path
 from trainkit.ops import build, kernels
+from trainkit.stages import build as stage
 from trainkit.stages.build import INDEX, KERNELS, BuildStage
 
 NAME = build.LIBRARY_FILE.name
@@ -46,6 +48,22 @@ def built(root: Path) -> Path:
 def say(path: Path, origin: build.Origin) -> None:
     """A file that says it was made from this."""
     path.write_bytes(b"\x7fELF" + build.MARK + json.dumps(asdict(origin)).encode() + b"\0")
+
+
+def test_an_extension_that_is_cut_short_is_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mapping it would end the process."""
+    shutil.copytree(stage.CHECKOUT / "csrc/index", tmp_path / "csrc/index")
+    (tmp_path / "trainkit").mkdir()
+    whole = extension_path(stage.CHECKOUT).read_bytes()
+    copy = extension_path(tmp_path)
+    monkeypatch.setattr(stage, "CHECKOUT", tmp_path)
+    fresh = stage.EVIDENCE[INDEX]
+    for size, said in ((len(whole), "was compiled from this source"), (-1, "is cut short")):
+        copy.write_bytes(whole[:size])
+        assert said in fresh()[1]
+    assert not fresh()[0]
 
 
 def test_a_library_says_what_it_was_made_from(root: Path) -> None:

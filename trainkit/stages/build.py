@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from struct import unpack_from
 from typing import Any
 
 import trainkit
@@ -20,6 +21,7 @@ from trainkit.base.install import (
     build_extension,
     csrc_sha256,
     extension_is_current,
+    extension_path,
 )
 from trainkit.base.lazy_dataclasses import dataclass
 from trainkit.base.records import Record
@@ -60,6 +62,11 @@ def _said_by(code: str) -> tuple[str, str]:
 def _index_evidence() -> tuple[bool, str]:
     if not extension_is_current(CHECKOUT):
         return False, "the extension is not compiled from the source that csrc/ has now"
+    content = extension_path(CHECKOUT).read_bytes()
+    # elf(5): the table of sections, which a linker writes last; mapping less ends this process
+    start, size, count = unpack_from("<Q10x2H", content, 40)
+    if len(content) < start + size * count:
+        return False, "the compiled extension is cut short"
     # only now: what is about to be replaced must not be mapped
     if error := _load_error():
         return False, f"the extension does not load here: {error}"
